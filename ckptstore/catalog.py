@@ -1,0 +1,162 @@
+"""What the repository holds: committed epochs, their manifests and indexes, and whether they are intact."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptstore import keys
+from ckptstore.errors import CorruptionError, ObjectNotFoundError
+from ckptstore.manifest import MAX_MANIFEST, Manifest, RecordEntry, RecordIndex, decode_manifest
+from ckptstore.pipeline import Meter, Progress
+from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index
+from ckptstore.stores.base import Store
+
+_CACHED_INDEXES = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Committed:
+    """A committed checkpoint, as one listing shows it."""
+
+    epoch: int
+    generation: int
+
+    @property
+    def key(self) -> str:
+        return keys.manifest_key(self.epoch, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An epoch that ``latest()`` stepped over: which object was wrong, and why."""
+
+    epoch: int
+    generation: int
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}: {self.reason}"
+
+
+class Catalog:
+    """Reads what is committed. Manifests are never cached: a key may be used again after a delete."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._indexes: OrderedDict[tuple[str, str], RecordIndex] = OrderedDict()
+        self._damaged: set[tuple[str, str]] = set()
+
+    def committed(self, epoch: int | None = None) -> list[Committed]:
+        """All commits (of one epoch), oldest first. One listing; no manifest is read."""
+        prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
+        parsed = (keys.parse_manifest_key(info.key) for info in self.store.list(prefix))
+        return sorted(Committed(*pair) for pair in parsed if pair is not None)
+
+    def manifest(self, commit: Committed) -> Manifest:
+        """The verified manifest of a commit.
+
+        Raises:
+            ObjectNotFoundError: it was deleted meanwhile.
+            CorruptionError, FormatError: as ``decode_manifest``.
+        """
+        return decode_manifest(self.store.get(commit.key, 0, MAX_MANIFEST + 1), commit.key)
+
+    def index(self, entry: RecordEntry) -> RecordIndex:
+        """The verified index of a record. Named by content, so it can be cached."""
+        cached = self._indexes.get((entry.key, entry.name))
+        if cached is None:
+            cached = self._indexes[entry.key, entry.name] = read_index(self.store, entry)
+            while len(self._indexes) > _CACHED_INDEXES:
+                self._indexes.popitem(last=False)
+        return cached
+
+    def exists(self, manifest: Manifest) -> bool:
+        """Whether exactly this checkpoint is still committed."""
+        try:
+            return self.manifest(Committed(manifest.epoch, manifest.generation)).attempt == manifest.attempt
+        except ObjectNotFoundError:
+            return False
+
+    def problems(self, manifest: Manifest, *, deep: bool, progress: Progress | None = None) -> list[Problem]:
+        """What is wrong with a checkpoint: nothing, if it is intact.
+
+        Shallow: manifest and indexes are read, chunks are looked up by name and size. Deep: every byte is read.
+        """
+        problems: list[Problem] = []
+        indexes: list[RecordIndex] = []
+        for entry in manifest.records:
+            try:
+                # Never from the cache: the question is what the store holds now.
+                indexes.append(read_index(self.store, entry))
+            except CorruptionError as error:
+                problems.append(Problem(entry.key, error.message))
+        chunks = {chunk.key: chunk for index in indexes for chunk in index.chunks}
+        problems += missing_chunks(self.store, chunks.values())
+        if deep:
+            gone = {problem.key for problem in problems}
+            there = [chunk for key, chunk in chunks.items() if key not in gone]
+            meter = Meter(progress, sum(chunk.raw_length for chunk in there))
+            problems += damaged_chunks(self.store, there, meter)
+        if problems:
+            self.mark_damaged(manifest)
+        return problems
+
+    def mark_damaged(self, manifest: Manifest) -> None:
+        """Remember that a checkpoint is damaged, so that no later save builds on it."""
+        self._damaged.add((manifest.key, manifest.attempt))
+
+    def newest_intact(
+        self, *, deep: bool = False, without: int | None = None, progress: Progress | None = None
+    ) -> tuple[Manifest | None, list[Skipped]]:
+        """The newest intact checkpoint (leaving out epoch ``without``), and what was stepped over.
+
+        Raises:
+            FormatError: a newer version wrote a manifest; stepping over it would hide good epochs.
+        """
+        skipped: list[Skipped] = []
+        for commit in reversed(self.committed()):
+            if commit.epoch == without:
+                continue
+            try:
+                manifest = self.manifest(commit)
+            except ObjectNotFoundError:
+                continue  # deleted meanwhile, as if it had never been listed
+            except CorruptionError as error:
+                skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
+                continue
+            if without is not None and (manifest.key, manifest.attempt) in self._damaged:
+                continue
+            found = self.problems(manifest, deep=deep, progress=progress)
+            if not found:
+                return manifest, skipped
+            if self.exists(manifest):
+                first = found[0]
+                reason = first.reason if first.key in first.reason else f"{first.key} {first.reason}"
+                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+                skipped.append(Skipped(commit.epoch, commit.generation, first.key, reason + more))
+        return None, skipped
+
+    def manifests(self, commits: Iterable[Committed]) -> list[tuple[Committed, Manifest | CorruptionError]]:
+        """Many manifests, read side by side; those deleted meanwhile are left out."""
+
+        def read(commit: Committed) -> tuple[Committed, Manifest | CorruptionError] | None:
+            try:
+                return commit, self.manifest(commit)
+            except ObjectNotFoundError:
+                return None
+            except CorruptionError as error:
+                return commit, error
+
+        with ThreadPoolExecutor(self.store.traits.concurrency) as pool:
+            return [pair for pair in pool.map(read, commits) if pair is not None]
+
+    def reach(self, manifest: Manifest) -> set[str]:
+        """Keys of all objects that a checkpoint needs, its manifest aside. CorruptionError if an index is damaged."""
+        reached = {entry.key for entry in manifest.records}
+        for entry in manifest.records:
+            reached.update(chunk.key for chunk in self.index(entry).chunks)
+        return reached

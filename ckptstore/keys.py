@@ -1,0 +1,145 @@
+"""The names of all objects in a repository: the one place where keys are made and parsed.
+
+::
+
+    ckptstore.json                            repository marker
+    manifests/000000000007-000001.json        epoch 7, generation 1: the commit
+    leases/<attempt>.json                     the attempt is alive
+    condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
+    attempts/<attempt>/records/<digest>       record index
+    attempts/<attempt>/chunks/<digest>        frame of one chunk
+
+Keys that match none of these forms are foreign: ignored by readers, never deleted by us.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from ckptstore.errors import InvalidArgumentError
+
+MARKER = "ckptstore.json"
+MANIFESTS = "manifests/"
+LEASES = "leases/"
+CONDEMNED = "condemned/"
+ATTEMPTS = "attempts/"
+PROBES = "probes/"
+
+MAX_EPOCH = 2**63 - 1
+MAX_GENERATION = 999_999
+
+_HEX32 = r"[0-9a-f]{32}"
+_HEX64 = r"[0-9a-f]{64}"
+_MANIFEST = re.compile(r"manifests/(\d{12,19})-(\d{6})\.json")
+_LEASE = re.compile(rf"leases/({_HEX32})\.json")
+_CONDEMNED = re.compile(rf"condemned/({_HEX32})")
+_CONTENT = re.compile(rf"attempts/({_HEX32})/(records|chunks)/({_HEX64})")
+_PARTIAL = re.compile(r"(.+)\.tmp-[0-9a-f]{16}")
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+def new_attempt() -> str:
+    """A fresh attempt id: 32 hexadecimal digits that nobody else will choose."""
+    return uuid.uuid4().hex
+
+
+def manifest_key(epoch: int, generation: int) -> str:
+    return f"{MANIFESTS}{epoch:012d}-{generation:06d}.json"
+
+
+def epoch_prefix(epoch: int) -> str:
+    """Prefix of the manifests of every generation of one epoch (and of no other epoch)."""
+    return f"{MANIFESTS}{epoch:012d}-"
+
+
+def parse_manifest_key(key: str) -> tuple[int, int] | None:
+    """``(epoch, generation)``, or None when the key is not exactly one that we would write."""
+    match = _MANIFEST.fullmatch(key)
+    if match is None:
+        return None
+    epoch, generation = int(match[1]), int(match[2])
+    if epoch > MAX_EPOCH or generation == 0 or manifest_key(epoch, generation) != key:
+        return None
+    return epoch, generation
+
+
+def lease_key(attempt: str) -> str:
+    return f"{LEASES}{attempt}.json"
+
+
+def parse_lease_key(key: str) -> str | None:
+    match = _LEASE.fullmatch(key)
+    return match[1] if match else None
+
+
+def condemned_key(attempt: str) -> str:
+    return f"{CONDEMNED}{attempt}"
+
+
+def parse_condemned_key(key: str) -> str | None:
+    match = _CONDEMNED.fullmatch(key)
+    return match[1] if match else None
+
+
+def attempt_prefix(attempt: str) -> str:
+    return f"{ATTEMPTS}{attempt}/"
+
+
+def chunks_prefix(attempt: str) -> str:
+    return f"{ATTEMPTS}{attempt}/chunks/"
+
+
+def record_key(attempt: str, digest: str) -> str:
+    return f"{ATTEMPTS}{attempt}/records/{digest}"
+
+
+def chunk_key(attempt: str, digest: str) -> str:
+    return f"{ATTEMPTS}{attempt}/chunks/{digest}"
+
+
+def parse_content_key(key: str) -> tuple[str, str, str] | None:
+    """``(attempt, "records" | "chunks", digest)`` of a content key, else None."""
+    match = _CONTENT.fullmatch(key)
+    return (match[1], match[2], match[3]) if match else None
+
+
+def probe_key() -> str:
+    """A key that nobody else will choose, for asking a store what it can do."""
+    return f"{PROBES}{uuid.uuid4().hex}"
+
+
+def partial_key(key: str) -> str:
+    """A scratch name beside ``key``: what a local put writes before it is linked into place."""
+    return f"{key}.tmp-{uuid.uuid4().hex[:16]}"
+
+
+def parse_partial_key(key: str) -> str | None:
+    """The key that an interrupted local put was for, if ``key`` is such a scratch name of ours."""
+    match = _PARTIAL.fullmatch(key)
+    if match is None or not is_ours(match[1]):
+        return None
+    return match[1]
+
+
+def is_ours(key: str) -> bool:
+    """Whether ``key`` has exactly a form that ckptstore writes."""
+    return (
+        key == MARKER
+        or parse_manifest_key(key) is not None
+        or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))
+        or re.fullmatch(rf"{PROBES}{_HEX32}", key) is not None
+    )
+
+
+def check_key(key: str) -> str:
+    """Refuse a key that could leave the root or mean different things to different stores.
+
+    Every store calls this first. Segments are ``[A-Za-z0-9_][A-Za-z0-9._-]*``, joined by ``/``.
+
+    Raises:
+        InvalidArgumentError: for any other key (empty, absolute, ``..``, ``//``, odd characters).
+    """
+    if len(key) > 512 or not all(_SEGMENT.fullmatch(part) for part in key.split("/")):
+        raise InvalidArgumentError(f"{key!r} is not a key: use letters, digits, '.', '_', '-' and '/'", key=key[:512])
+    return key

@@ -1,0 +1,179 @@
+"""Leases: an attempt is alive, and what it builds on must not be swept from under it.
+
+A writer puts its lease, *then* looks at the flags of what it wants to build on; a sweeper raises its flag, *then*
+lists the leases. On a store with strong reads at least one of the two always sees the other.
+All ages are differences between two times stamped by the store itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ckptstore import keys
+from ckptstore.errors import CkptStoreError, CorruptionError, ObjectNotFoundError, StoreError, TransactionError
+from ckptstore.manifest import MAX_LEASE, Lease, decode_lease, encode_lease
+from ckptstore.stores.base import Store
+
+HEARTBEAT = 60.0  # seconds between renewals
+EXPIRY = 900.0  # a lease this old is dead
+LAPSE = EXPIRY - 2 * HEARTBEAT  # a gap between renewals after which the lease may have been taken for dead
+
+log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A lease as a sweeper or another writer sees it; ``lease`` is None when it cannot be read."""
+
+    attempt: str
+    modified: float
+    lease: Lease | None
+
+
+def read_leases(store: Store) -> list[Sighting]:
+    """All leases now on the store. One that goes away meanwhile is left out: its owner has finished."""
+    sightings = []
+    for info in list(store.list(keys.LEASES)):
+        attempt = keys.parse_lease_key(info.key)
+        if attempt is None:
+            continue
+        lease: Lease | None = None
+        try:
+            lease = decode_lease(store.get(info.key, 0, MAX_LEASE + 1), info.key)
+        except ObjectNotFoundError:
+            continue
+        except CkptStoreError as error:
+            if isinstance(error, StoreError):
+                raise
+            log.warning("%s", error)
+        sightings.append(Sighting(attempt, info.modified, lease))
+    return sightings
+
+
+def is_condemned(store: Store, attempt: str) -> bool:
+    """Whether a sweeper has flagged the attempt."""
+    try:
+        store.info(keys.condemned_key(attempt))
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def seems_dead(sighting: Sighting, now: float) -> bool:
+    """Whether an attempt has probably ended, so that its chunks are worth adopting.
+
+    A wrong guess costs nothing but a few unused bytes: adopting only *refers* to chunks, and the
+    lease of the adopter keeps them from being swept.
+    """
+    lease = sighting.lease
+    if lease is None:
+        return False
+    if lease.state == "abandoned" or now - sighting.modified > 3 * HEARTBEAT:
+        return True
+    here, _, _ = _identity(os.getpid()).rpartition("/")
+    there, _, _ = lease.started.rpartition("/")
+    return bool(here) and lease.host == socket.gethostname() and here == there and _identity(lease.pid) != lease.started
+
+
+class HeldLease:
+    """The lease of one attempt of ours, renewed by a thread of its own until it is released."""
+
+    def __init__(self, store: Store, attempt: str, epoch: int) -> None:
+        self._store = store
+        self._key = keys.lease_key(attempt)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.lapsed = False
+        self.lease = Lease(
+            attempt=attempt,
+            epoch=epoch,
+            base=None,
+            uses=(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=_identity(os.getpid()),
+            state="active",
+            beat=0,
+        )
+
+    def claim(self, base: str | None, uses: tuple[str, ...]) -> float:
+        """Put the lease, naming what the attempt may refer to. Returns the store's time."""
+        with self._lock:
+            self.lease = msgspec.structs.replace(self.lease, base=base, uses=uses)
+            return self._put()
+
+    def start(self) -> None:
+        """Start the heartbeat."""
+        self._thread = threading.Thread(target=self._beat, name="ckptstore-lease", daemon=True)
+        self._thread.start()
+
+    def renew(self) -> None:
+        """Renew the lease; sets ``lapsed`` if it may have been taken for dead in between.
+
+        Raises:
+            TransactionError: the lease is gone: a sweeper has ended this attempt.
+        """
+        with self._lock:
+            try:
+                before = self._store.info(self._key).modified
+            except ObjectNotFoundError as error:
+                raise TransactionError(
+                    f"the lease of this save ({self._key}) is gone: another process cleaned the attempt up. Save again",
+                    key=self._key,
+                    epoch=self.lease.epoch,
+                ) from error
+            if self._put() - before > LAPSE:
+                self.lapsed = True
+
+    def release(self) -> None:
+        """Stop the heartbeat and remove the lease."""
+        self.stop()
+        self._store.delete(self._key)
+
+    def abandon(self) -> None:
+        """Stop the heartbeat and say that the attempt has ended, so that the next one can adopt it."""
+        self.stop()
+        with self._lock:
+            self.lease = msgspec.structs.replace(self.lease, state="abandoned")
+            self._put()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _put(self) -> float:
+        self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
+        self._store.put(self._key, encode_lease(self.lease))
+        return self._store.info(self._key).modified
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT):
+            try:
+                self.renew()
+            except TransactionError as error:
+                log.warning("%s", error)
+                return  # the commit will find out for itself
+            except (CorruptionError, StoreError) as error:
+                log.warning("could not renew %s, will try again: %s", self._key, error)
+
+
+def _identity(pid: int) -> str:
+    """Machine boot, pid namespace and start time of a process; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        return f"gone/{pid}" if os.path.exists("/proc/self/stat") else ""
+    except OSError:
+        return ""
+    return f"{boot}:{namespace}/{start}"

@@ -1,0 +1,323 @@
+"""What is on the store, as frozen structs: their JSON *is* the format (see docs/format.md).
+
+Everything read from a store passes through the ``decode_*`` functions here: size-capped, digest-checked,
+strictly typed and cross-checked. Nothing is evaluated. Sizes are bytes, digests are BLAKE3-256 in
+64 lower-case hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import zstandard
+from blake3 import blake3
+
+from ckptstore import keys
+from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError, InvalidRecordError
+
+FORMAT = 1
+
+# Caps: checked before a size is trusted (P8), and by the writer before it creates what nobody could read.
+MAX_MARKER = 64 * 1024
+MAX_LEASE = 1024 * 1024
+MAX_MANIFEST = 16 * 1024 * 1024
+MAX_INDEX = 64 * 1024 * 1024
+MAX_CHUNK_RAW = 256 * 1024 * 1024
+MAX_RECORDS = 10_000
+
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+_NAME_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_PREFIX = b'{"digest":"'
+_SIGNED_FROM = len(_PREFIX) + 64 + 2  # the digest covers every byte from here on
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """``length`` bytes of an array, found at ``offset`` in the raw bytes of ``chunks[chunk]``."""
+
+    chunk: int
+    offset: int
+    length: int
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk: where it is and what it must be."""
+
+    attempt: str
+    digest: str
+    raw_length: int
+    stored_length: int
+
+    @property
+    def key(self) -> str:
+        return keys.chunk_key(self.attempt, self.digest)
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One array: its type, its shape and the spans that hold its C-order bytes, in order.
+
+    ``digest`` is kept for arrays that share a chunk with others, so that a later save can tell
+    that such an array is unchanged although its neighbours are not; empty where not needed.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    digest: str = ""
+
+
+class RecordIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one record but its bytes. Stored as one zstd frame of this JSON."""
+
+    format: int = FORMAT
+    name: str
+    kind: str  # "state" | "file"
+    skeleton: Any
+    arrays: tuple[ArrayEntry, ...]
+    chunks: tuple[ChunkRef, ...]
+
+
+class RecordEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A record as its manifest lists it. ``digest`` and ``raw_length`` are of the index JSON."""
+
+    name: str
+    kind: str
+    attempt: str
+    digest: str
+    raw_length: int
+    stored_length: int
+    arrays: int
+    chunks: int
+    bytes_state: int
+    bytes_stored: int
+
+    @property
+    def key(self) -> str:
+        return keys.record_key(self.attempt, self.digest)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed checkpoint. The object under ``keys.manifest_key(epoch, generation)`` is the commit.
+
+    ``attempts`` lists every attempt whose objects the checkpoint reaches. ``created`` and ``writer``
+    are information for people: nothing is decided by them.
+    """
+
+    format: int = FORMAT
+    repository: str
+    epoch: int
+    generation: int
+    attempt: str
+    base: str | None
+    created: str
+    writer: str
+    metadata: Any
+    records: tuple[RecordEntry, ...]
+    attempts: tuple[str, ...]
+    bytes_state: int
+    bytes_sent: int
+    bytes_reused: int
+
+    @property
+    def key(self) -> str:
+        return keys.manifest_key(self.epoch, self.generation)
+
+    def record(self, name: str) -> RecordEntry | None:
+        return next((entry for entry in self.records if entry.name == name), None)
+
+
+class Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """``ckptstore.json``: says that this is a repository, which one, and of which format."""
+
+    format: int = FORMAT
+    repository: str
+    created: str
+    writer: str
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt is alive, and these are the attempts whose objects it may refer to (``uses``)."""
+
+    format: int = FORMAT
+    attempt: str
+    epoch: int
+    base: str | None
+    uses: tuple[str, ...]
+    host: str
+    pid: int
+    started: str  # identifies the process behind pid, so that a reused pid is not mistaken for it
+    state: str  # "active" | "abandoned"
+    beat: int
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """BLAKE3-256 of ``data`` as 64 hexadecimal digits."""
+    return blake3(data).hexdigest()
+
+
+def check_epoch(epoch: object) -> int:
+    """``epoch`` as an int in [0, 2**63). Raises InvalidArgumentError otherwise."""
+    if isinstance(epoch, bool) or not hasattr(epoch, "__index__"):
+        raise InvalidArgumentError(f"epoch must be an int, not {type(epoch).__name__}")
+    number = int(epoch.__index__())
+    if not 0 <= number <= keys.MAX_EPOCH:
+        raise InvalidArgumentError(f"epoch {number} is out of range: use 0 to 2**63 - 1")
+    return number
+
+
+def check_record_name(name: object) -> str:
+    """A record name: path-like segments of ``[A-Za-z0-9_][A-Za-z0-9._-]*``, at most 255 characters."""
+    if not isinstance(name, str):
+        raise InvalidRecordError(f"a record name must be a str, not {type(name).__name__}")
+    if len(name) > 255 or ".." in name or not all(_NAME_SEGMENT.fullmatch(part) for part in name.split("/")):
+        raise InvalidRecordError(
+            f"{name[:80]!r} is not a record name: use letters, digits, '_', '-', '.' and '/' between names"
+        )
+    return name
+
+
+def encode_marker(marker: Marker) -> bytes:
+    return _sign(msgspec.json.encode(marker))
+
+
+def decode_marker(data: bytes) -> Marker:
+    marker = _decode_signed(data, Marker, keys.MARKER, MAX_MARKER)
+    _require(_HEX32.fullmatch(marker.repository) is not None, keys.MARKER, "repository id")
+    return marker
+
+
+def encode_lease(lease: Lease) -> bytes:
+    return _sign(msgspec.json.encode(lease))
+
+
+def decode_lease(data: bytes, key: str) -> Lease:
+    lease = _decode_signed(data, Lease, key, MAX_LEASE)
+    _require(keys.lease_key(lease.attempt) == key, key, "attempt id")
+    return lease
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest object. Raises InvalidRecordError if it would exceed its cap."""
+    data = _sign(msgspec.json.encode(manifest))
+    if len(data) > MAX_MANIFEST:
+        raise InvalidRecordError(
+            f"the manifest would be {len(data)} bytes, more than {MAX_MANIFEST}: use fewer records or less metadata",
+            epoch=manifest.epoch,
+        )
+    return data
+
+
+def decode_manifest(data: bytes, key: str) -> Manifest:
+    """A verified manifest.
+
+    Raises:
+        CorruptionError: damaged, cut, or not the manifest that belongs under ``key``.
+        FormatError: written by a newer version.
+    """
+    manifest = _decode_signed(data, Manifest, key, MAX_MANIFEST)
+    _require(manifest.key == key, key, "epoch and generation")
+    _require(all(_HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
+    names = [entry.name for entry in manifest.records]
+    _require(0 < len(names) == len(set(names)) <= MAX_RECORDS, key, "record names")
+    for entry in manifest.records:
+        _require(_HEX64.fullmatch(entry.digest) is not None, key, "record digest")
+        _require(entry.attempt in manifest.attempts, key, "attempt of a record")
+        _require(0 < entry.raw_length <= MAX_INDEX and 0 < entry.stored_length <= MAX_INDEX, key, "record size")
+    return manifest
+
+
+def encode_index(index: RecordIndex) -> tuple[str, int, bytes]:
+    """``(digest, raw length, stored bytes)`` of a record index."""
+    raw = msgspec.json.encode(index)
+    stored = zstandard.ZstdCompressor(level=3).compress(raw)
+    if len(raw) > MAX_INDEX:
+        raise InvalidRecordError(
+            f"record {index.name!r} needs an index of {len(raw)} bytes, more than {MAX_INDEX}: split the record"
+        )
+    return digest_of(raw), len(raw), stored
+
+
+def decode_index(stored: bytes, entry: RecordEntry) -> RecordIndex:
+    """The verified index of the record that ``entry`` describes."""
+    key = entry.key
+    _require(len(stored) == entry.stored_length, key, f"length ({len(stored)}, not {entry.stored_length})")
+    raw = _decompress(stored, entry.raw_length, key)
+    _require(digest_of(raw) == entry.digest, key, "digest")
+    _check_version(raw, key)
+    try:
+        index = msgspec.json.decode(raw, type=RecordIndex)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        _corrupt(key, f"structure ({error})", error)
+    _require(index.name == entry.name and index.kind == entry.kind, key, "record name")
+    _check_index(index, key)
+    return index
+
+
+def _check_index(index: RecordIndex, key: str) -> None:
+    for chunk in index.chunks:
+        _require(_HEX32.fullmatch(chunk.attempt) and _HEX64.fullmatch(chunk.digest), key, "chunk name")
+        _require(0 < chunk.raw_length <= MAX_CHUNK_RAW and chunk.stored_length > 0, key, "chunk size")
+    for array in index.arrays:
+        for span in array.spans:
+            _require(0 <= span.chunk < len(index.chunks), key, "chunk number")
+            end = span.offset + span.length
+            _require(span.offset >= 0 and 0 < span.length, key, "span")
+            _require(end <= index.chunks[span.chunk].raw_length, key, "span")
+
+
+def _sign(body: bytes) -> bytes:
+    """``body`` (a JSON object) with a digest of itself as its first member."""
+    rest = body[1:]
+    return _PREFIX + digest_of(rest).encode() + b'",' + rest
+
+
+_T = TypeVar("_T")
+
+
+def _decode_signed(data: bytes, kind: type[_T], key: str, cap: int) -> _T:
+    _require(len(data) <= cap, key, f"size (more than {cap} bytes)")
+    _require(data[: len(_PREFIX)] == _PREFIX and data[_SIGNED_FROM - 2 : _SIGNED_FROM] == b'",', key, "beginning")
+    claimed = data[len(_PREFIX) : _SIGNED_FROM - 2]
+    _require(digest_of(data[_SIGNED_FROM:]).encode() == claimed, key, "digest")
+    _check_version(data, key)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        _corrupt(key, f"structure ({error})", error)
+
+
+def _check_version(data: bytes, key: str) -> None:
+    try:
+        version = msgspec.json.decode(data, type=_Version).format
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        _corrupt(key, f"structure ({error})", error)
+    if version > FORMAT:
+        raise FormatError(
+            f"{key} has format {version}, this version of ckptstore reads up to {FORMAT}: upgrade ckptstore", key=key
+        )
+    _require(version == FORMAT, key, "format number")
+
+
+def _decompress(stored: bytes, raw_length: int, key: str) -> bytes:
+    """Exactly ``raw_length`` bytes, or CorruptionError. zstandard alone would return short data silently."""
+    try:
+        _require(zstandard.get_frame_parameters(stored).content_size == raw_length, key, "index length")
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_length, allow_extra_data=False)
+    except (zstandard.ZstdError, MemoryError) as error:
+        _corrupt(key, f"compression ({error})", error)
+
+
+def _require(condition: object, key: str, what: str) -> None:
+    if not condition:
+        _corrupt(key, what, None)
+
+
+def _corrupt(key: str, what: str, cause: Exception | None) -> NoReturn:
+    raise CorruptionError(f"{key} is damaged: wrong {what}", key=key) from cause

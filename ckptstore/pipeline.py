@@ -1,0 +1,111 @@
+"""Work in stages over bounded threads with bounded bytes in flight (P6).
+
+zstd, BLAKE3, NumPy copies and sockets all release the GIL, so plain threads overlap hashing, coding and I/O.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+WINDOW = 128 * 1024 * 1024
+
+Progress = Callable[[int, int], None]
+
+
+def cores() -> int:
+    """Cores that this process may use (a container's limit, not the machine's size)."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+class Meter:
+    """Counts bytes done, from any thread, and tells a progress callback ``(done, total)``."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress(self._done, self._total)
+
+
+class Pipeline:
+    """Runs jobs of several stages; ``cpu`` and ``io`` are the two pools a stage can name.
+
+    The first error stops the intake and is raised by the next ``submit`` or by ``finish``. Leaving the
+    context waits until no job runs any more, so that nothing writes after the caller went on.
+    """
+
+    def __init__(self, io: int, *, window: int = WINDOW) -> None:
+        self.cpu = ThreadPoolExecutor(cores(), thread_name_prefix="ckptstore-cpu")
+        self.io = ThreadPoolExecutor(io, thread_name_prefix="ckptstore-io")
+        self._window = window
+        self._in_flight = 0
+        self._jobs: dict[Future[Any], int] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def submit(self, nbytes: int, *stages: tuple[ThreadPoolExecutor, Callable[[Any], Any]]) -> Future[Any]:
+        """Run ``stages`` one after the other, each given the result of the one before (the first: None).
+
+        Blocks while more than the window's bytes are in flight. One job larger than the window runs alone.
+        """
+        while self._in_flight and self._in_flight + nbytes > self._window:
+            self._reap(FIRST_COMPLETED)
+        done: Future[Any] = Future()
+        self._jobs[done] = nbytes
+        self._in_flight += nbytes
+        self._start(done, list(stages), None)
+        return done
+
+    def finish(self) -> None:
+        """Wait for all jobs; raise the first error."""
+        while self._jobs:
+            self._reap(FIRST_COMPLETED)
+
+    def _reap(self, when: str) -> None:
+        finished, _ = wait(self._jobs, return_when=when)
+        for job in finished:
+            self._in_flight -= self._jobs.pop(job)
+            job.result()
+
+    def _start(self, done: Future[Any], stages: list[tuple[ThreadPoolExecutor, Callable[[Any], Any]]], value: Any) -> None:
+        pool, stage = stages.pop(0)
+
+        def run() -> None:
+            try:
+                if self._stop.is_set():
+                    done.cancel()
+                    return
+                result = stage(value)
+                if stages:
+                    self._start(done, stages, result)
+                else:
+                    done.set_result(result)
+            except BaseException as error:  # handed to the thread that waits, whatever it is
+                done.set_exception(error)
+
+        pool.submit(run)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
+        self.cpu.shutdown(wait=True, cancel_futures=False)
+        self.io.shutdown(wait=True, cancel_futures=False)

@@ -1,0 +1,120 @@
+"""Files the durable way: what LocalStore does with one file or folder, in terms of descriptors.
+
+These functions raise plain ``OSError``; :mod:`ckptstore.stores.local` gives them their meaning.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+
+from ckptstore.stores.base import Body
+
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: opening a foreign pipe must not hang; it means nothing to regular files.
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+Identity = tuple[int, int]
+"""Device and inode: says whether two names are one file."""
+
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+_COMPARE = 1 << 20
+
+
+def flat(data: Body) -> memoryview:
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+
+
+def write_file(handle: int, body: memoryview) -> Identity:
+    """Write, sync and close a new file. Network mounts may tell of a full disk only at the end."""
+    try:
+        done = 0
+        while done < body.nbytes:
+            done += os.write(handle, body[done:] if done else body)
+        os.fsync(handle)
+        facts = os.fstat(handle)
+    except BaseException:
+        with suppress(OSError):
+            os.close(handle)
+        raise
+    os.close(handle)
+    return facts.st_dev, facts.st_ino
+
+
+def read_range(handle: int, start: int, end: int) -> bytes:
+    """Bytes ``[start, end)`` of a file. One read gets them all, but a network mount may give less."""
+    parts = []
+    while start < end:
+        part = os.pread(handle, end - start, start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def replace(scratch: str, name: str, place: int, identity: Identity) -> None:
+    try:
+        os.replace(scratch, name, src_dir_fd=place, dst_dir_fd=place)
+    except OSError:
+        if not is_file(name, place, identity):  # else it was done, the reply was lost
+            raise
+
+
+def is_file(name: str, place: int, identity: Identity) -> bool:
+    try:
+        facts = os.stat(name, dir_fd=place, follow_symlinks=False)
+    except OSError:
+        return False
+    return (facts.st_dev, facts.st_ino) == identity
+
+
+def holds(name: str, place: int, body: memoryview, identity: Identity) -> bool | None:
+    """Whether a file holds exactly these bytes; None when it is gone."""
+    try:
+        handle = os.open(name, READ, dir_fd=place)
+    except FileNotFoundError:
+        return None
+    try:
+        facts = os.fstat(handle)
+        if (facts.st_dev, facts.st_ino) == identity:  # our own link, sent twice by a network mount
+            return True
+        if regular(facts).st_size != body.nbytes:
+            return False
+        # The comparison of bytes is far faster than that of views.
+        for at in range(0, body.nbytes, _COMPARE):
+            piece = body[at : at + _COMPARE]
+            if read_range(handle, at, at + piece.nbytes) != bytes(piece):
+                return False
+        return True
+    finally:
+        os.close(handle)
+
+
+def regular(facts: os.stat_result) -> os.stat_result:
+    """Links, folders and devices are no objects."""
+    if stat.S_ISLNK(facts.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not stat.S_ISREG(facts.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return facts
+
+
+def discard(name: str, place: int) -> None:
+    with suppress(OSError):
+        os.unlink(name, dir_fd=place)
+
+
+def sync_folder(place: int) -> None:
+    """Sync a folder, where the file system knows such a thing."""
+    try:
+        os.fsync(place)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
