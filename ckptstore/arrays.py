@@ -1,13 +1,13 @@
 """Arrays as bytes: reading ranges of what is to be saved, and buffers for what is loaded.
 
-An :class:`ArraySource` gives any byte range of an array in C order without copying it where the memory allows, and by gathering
-no more than that range where it does not. A :class:`Destination` is the way back: a buffer of exactly the stored bytes that is the
-memory of the new (or existing) array itself wherever possible.
+An :class:`ArraySource` gives any byte range of an array in C order without copying it where the memory allows, and by
+gathering no more than that range where it does not. A :class:`Destination` is the way back: a buffer of exactly the
+stored bytes that is the memory of the new (or existing) array itself wherever possible.
 
-Elements are moved as bits and never pass through arithmetic, so NaN payloads and -0.0 stay what they are. torch is used when the
-caller has imported it and never imported here. What is not kept: strides (arrays come back in C order), the device (the CPU),
-``requires_grad``, and whether a tensor was a ``Parameter``. What is refused has a layout or an element type that other machines or
-libraries could not read back exactly.
+Elements are moved as bits and never pass through arithmetic, so NaN payloads and -0.0 stay what they are. torch is
+used when the caller has imported it and never imported here. What is not kept: strides (arrays come back in C order),
+the device (tensors come back on the CPU), ``requires_grad``, and whether a tensor was a ``Parameter``. What is refused
+has a layout or an element type that other machines or libraries could not read back exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,17 @@ from ckptstore import dtypes
 from ckptstore.dtypes import dtype_size, plane_size
 from ckptstore.errors import FormatError, InvalidArgumentError, InvalidRecordError
 
-__all__ = ["ArraySource", "ArraySpec", "Destination", "dtype_size", "is_array", "mismatch", "plane_size", "source"]
+__all__ = [
+    "ArraySource",
+    "ArraySpec",
+    "Destination",
+    "dtype_size",
+    "is_array",
+    "mismatch",
+    "plane_size",
+    "source",
+    "torch_module",
+]
 
 KINDS = frozenset({"numpy", "torch", "bytes", "bytearray"})
 MAX_BYTES = 2**63 - 1
@@ -43,7 +54,7 @@ class ArraySpec:
     def __post_init__(self) -> None:
         shape = self.shape
         if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
-            raise FormatError(f"an array shape must be a tuple of at most {MAX_DIMENSIONS} sizes, not {str(shape)[:80]}")
+            raise FormatError(f"an array shape needs at most {MAX_DIMENSIONS} sizes, not {str(shape)[:80]}")
         total = dtype_size(self.dtype) or 1
         for size in shape:
             if type(size) is not int or size < 0:
@@ -60,6 +71,16 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_size(self.dtype)
+
+
+# States have many arrays of few shapes, and fewer objects are less work for the garbage collector.
+_spec = lru_cache(maxsize=4096)(ArraySpec)
+
+
+def torch_module() -> Any:
+    """torch if the caller has imported it (all of it), else None."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") and hasattr(torch, "nn") else None
 
 
 class ArraySource(ABC):
@@ -86,7 +107,7 @@ class ArraySource(ABC):
         return dtype_size(self.spec.dtype) or 1
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)`` of the elements in C order: a view where memory is contiguous, else a copy of the range."""
+        """Bytes ``[start, stop)`` in C order: a view where memory is contiguous, else a copy of the range."""
         align = self.align
         if not 0 <= start <= stop <= self.nbytes or start % align or stop % align:
             raise InvalidArgumentError(f"bytes {start} to {stop} are no range of elements of {self.spec}")
@@ -101,7 +122,7 @@ class _BytesSource(ArraySource):
 
     def __init__(self, value: bytes | bytearray) -> None:
         self.value = value
-        self.spec = ArraySpec(type(value).__name__, "uint8", (len(value),))
+        self.spec = _spec(type(value).__name__, "uint8", (len(value),))
         self.identity = ("object", id(value))
 
     def _read(self, start: int, stop: int) -> memoryview:
@@ -116,12 +137,13 @@ class _NumpySource(ArraySource):
         if name is None:
             raise InvalidRecordError(_numpy_refusal(array.dtype))
         self.array = array
-        self.spec = ArraySpec("numpy", name, array.shape)
-        # Empty arrays have no memory of their own, so only the very same object is an alias.
-        place: tuple[object, ...] = ("object", id(array))
-        if array.size and array.itemsize:
-            place = (array.__array_interface__["data"][0], _steps(array.shape, array.strides))
-        self.identity = ("numpy", name, array.shape, *place)
+        self.spec = _spec("numpy", name, array.shape)
+        if array.nbytes:
+            steps = None if array.flags.c_contiguous else _steps(array.shape, array.strides)
+            self.identity = (self.spec, array.ctypes.data, steps)
+        else:
+            # Empty arrays have no memory of their own, so only the very same object is an alias.
+            self.identity = ("object", id(array))
 
     def _read(self, start: int, stop: int) -> memoryview:
         array = self.array
@@ -129,9 +151,7 @@ class _NumpySource(ArraySource):
             return _raw_bytes(array)[start:stop]
         size = array.itemsize
         part = np.empty((stop - start) // size, array.dtype)
-        # ml_dtypes have casts of their own; plain integers of the same width are only ever copied.
-        bits = np.dtype(f"V{size}") if array.dtype.isbuiltin != 1 else array.dtype
-        _gather(array.view(bits), start // size, stop // size, part.view(bits))
+        _gather(array, start // size, stop // size, part)
         return _raw_bytes(part)
 
 
@@ -144,16 +164,14 @@ class _TorchSource(ArraySource):
             raise InvalidRecordError(reason)
         self.torch = torch
         self.tensor = tensor
-        name = dtypes.torch_name(tensor.dtype)
-        assert name is not None
         shape = tuple(tensor.shape)
-        self.spec = ArraySpec("torch", name, shape)
-        place: tuple[object, ...] = ("object", id(tensor))
+        self.spec = _spec("torch", str(dtypes.torch_name(tensor.dtype)), shape)
         if tensor.numel():
+            steps = None if tensor.is_contiguous() else _steps(shape, tensor.stride())
             # A lazily conjugated or negated view is the same memory but not the same values.
-            lazy = (tensor.is_conj(), tensor.is_neg())
-            place = (str(tensor.device), tensor.data_ptr(), _steps(shape, tensor.stride()), lazy)
-        self.identity = ("torch", name, shape, *place)
+            self.identity = (self.spec, tensor.data_ptr(), tensor.device, steps, tensor.is_conj(), tensor.is_neg())
+        else:
+            self.identity = ("object", id(tensor))
 
     def _read(self, start: int, stop: int) -> memoryview:
         tensor = self.tensor.detach()
@@ -167,20 +185,22 @@ class _TorchSource(ArraySource):
 
 
 def source(value: object) -> ArraySource:
-    """The source for an array, tensor, ``bytes`` or ``bytearray``. ``InvalidRecordError`` says why a value is refused."""
-    if isinstance(value, (bytes, bytearray)):
+    """The source for an array, tensor, ``bytes`` or ``bytearray``, or ``InvalidRecordError`` with the reason."""
+    if type(value) is bytes or type(value) is bytearray:
         return _BytesSource(value)
     if type(value) is np.ndarray:
         return _NumpySource(value)
-    torch = sys.modules.get("torch")
+    torch = torch_module()
     if torch is not None and isinstance(value, torch.Tensor):
         return _TorchSource(torch, value)
-    raise InvalidRecordError(f"{type(value).__name__} is not an array that can be stored")
+    if isinstance(value, np.ndarray):
+        raise InvalidRecordError(f"{type(value).__name__} is a subclass of numpy.ndarray: store numpy.asarray() of it")
+    raise InvalidRecordError(f"{type(value).__name__} is not an array")
 
 
 def is_array(value: object) -> bool:
     """Whether a value is a NumPy array or a torch tensor of any kind."""
-    torch = sys.modules.get("torch")
+    torch = torch_module()
     return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
 
 
@@ -195,10 +215,14 @@ class Destination:
         """Writable bytes of the elements in C order, exactly ``spec.nbytes`` of them."""
         self._finish = finish
 
+    def finish(self) -> object:
+        """The value, once the buffer is full: a new array, or the existing target."""
+        return self._finish()
+
     @classmethod
     def allocate(cls, spec: ArraySpec) -> Destination:
-        """A new array: torch as torch where torch is imported and as NumPy elsewhere, ``bytes`` by one copy at the end."""
-        torch = sys.modules.get("torch")
+        """A new array (torch as NumPy where torch is not imported), or ``bytes`` by one copy at the end."""
+        torch = torch_module()
         if spec.kind in ("bytes", "bytearray"):
             data = bytearray(spec.nbytes)
             return cls(spec, memoryview(data), (lambda: bytes(data)) if spec.kind == "bytes" else (lambda: data))
@@ -210,8 +234,11 @@ class Destination:
 
     @classmethod
     def into_existing(cls, spec: ArraySpec, target: object) -> Destination:
-        """An existing array or tensor of the same shape and element type; its memory is the buffer if it is in C order on the
-        CPU, otherwise a staging copy is. ``InvalidArgumentError`` if the target does not fit or cannot be written."""
+        """An existing array or tensor of the same shape and element type.
+
+        Its memory is the buffer if it is in C order on the CPU, otherwise a staging copy is. ``InvalidArgumentError``
+        if the target does not fit or cannot be written.
+        """
         reason = mismatch(spec, target)
         if reason is not None:
             raise InvalidArgumentError(f"cannot load into this {type(target).__name__}: {reason}")
@@ -233,19 +260,133 @@ class Destination:
 
     @classmethod
     def _into_torch(cls, spec: ArraySpec, target: Any) -> Destination:
-        torch = sys.modules["torch"]
+        torch = torch_module()
         tensor = target.detach()
         same_order = dtypes.torch_name(tensor.dtype) == spec.dtype
         if same_order and tensor.device.type == "cpu" and tensor.is_contiguous() and not _is_lazy(tensor):
             return cls(spec, _torch_bytes(torch, tensor), lambda: target)
-        staged: np.ndarray[Any, Any] = np.ndarray(spec.shape, dtypes.numpy_dtype(spec.dtype))
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        buffer = _torch_bytes(torch, staged)
 
         def finish() -> object:
-            own = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            native = staged if same_order else staged.byteswap()
-            _torch_bytes(torch, own)[:] = _raw_bytes(native)
+            if not same_order and spec.nbytes:
+                np.frombuffer(buffer, dtypes.numpy_dtype(spec.dtype)).byteswap(inplace=True)
             with torch.no_grad():
-                _torch_bits(torch, tensor).copy_(own if _is_lazy(tensor) else _torch_bits(torch, own))
+                if _is_lazy(tensor):
+                    tensor.copy_(staged)
+                else:
+                    _torch_bits(torch, tensor).copy_(_torch_bits(torch, staged))
             return target
 
-        return cls(spec, _raw_bytes(staged), finish)
+        return cls(spec, buffer, finish)
+
+
+def mismatch(spec: ArraySpec, target: object) -> str | None:
+    """Why an array cannot be loaded into an existing target, or None if it can."""
+    if spec.kind in ("bytes", "bytearray"):
+        return f"the checkpoint holds {spec.kind}"
+    if isinstance(target, np.ndarray):
+        reason, name = _numpy_target(target)
+        strides = target.strides
+    else:
+        torch = torch_module()
+        if torch is None or not isinstance(target, torch.Tensor):
+            return "it is not an array"
+        tensor: Any = target
+        reason, name = _torch_refusal(torch, tensor), dtypes.torch_name(tensor.dtype)
+        strides = () if reason else tensor.stride()
+    if reason is not None or name is None:
+        return reason
+    shape = tuple(target.shape)
+    if shape != spec.shape or not dtypes.same_values(name, spec.dtype):
+        return f"{spec.dtype} {list(spec.shape)} in the checkpoint, {name} {list(shape)} here"
+    if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
+        return "several of its elements share the same memory (an expanded view)"
+    return None
+
+
+def _numpy_target(target: np.ndarray[Any, Any]) -> tuple[str | None, str | None]:
+    name = dtypes.numpy_name(target.dtype)
+    if type(target) is not np.ndarray:
+        return f"{type(target).__name__} is a subclass of numpy.ndarray: pass numpy.asarray() of it", name
+    if name is None:
+        return _numpy_refusal(target.dtype), name
+    return (None if target.flags.writeable else "it is read-only"), name
+
+
+def _numpy_refusal(dtype: np.dtype[Any]) -> str:
+    if dtype.hasobject or dtype.kind == "T":
+        return f"a NumPy array of {dtype} holds Python objects, not plain elements"
+    if dtype.names is not None:
+        return "a structured NumPy array is not supported: store each field under its own key"
+    if dtype.kind in "fc":
+        return f"elements of type {dtype} differ between machines: convert them to float64 or complex128"
+    return f"NumPy arrays of {dtype} have no portable form"
+
+
+def _torch_refusal(torch: Any, tensor: Any) -> str | None:
+    cls = type(tensor)
+    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
+        return f"{cls.__module__}.{cls.__qualname__} is a subclass of torch.Tensor: store the plain tensors inside it"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype}) is not supported: store int_repr(), scale and zero point"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"a tensor of layout {layout} is not supported: store its values and indices, or to_dense()"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device has no values"
+    if dtypes.torch_name(tensor.dtype) is None:
+        return f"elements of type {tensor.dtype} have no portable form: store a view(torch.uint8)"
+    try:
+        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+    except RuntimeError as error:  # NotImplementedError included: functorch wrappers and the like
+        return f"a tensor without memory of its own: {str(error).splitlines()[0]}"
+    return "the memory of the tensor was freed (its storage is empty)" if freed else None
+
+
+def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    # The stride of a dimension of size 1 is arbitrary.
+    return tuple([step if size > 1 else 0 for size, step in zip(shape, strides, strict=True)])
+
+
+def _raw_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    if not array.nbytes:
+        return memoryview(bytearray())
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _torch_bytes(torch: Any, tensor: Any) -> memoryview:
+    if not tensor.numel():
+        return memoryview(bytearray())
+    raw: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return raw.data
+
+
+def _torch_bits(torch: Any, tensor: Any) -> Any:
+    """The same elements as integers, which every torch can copy bit for bit; lazy views must be computed instead."""
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return tensor if plain is None or _is_lazy(tensor) else tensor.view(plain)
+
+
+def _is_lazy(tensor: Any) -> bool:
+    return bool(tensor.is_conj() or tensor.is_neg())
+
+
+def _gather(array: Any, start: int, stop: int, out: Any) -> None:
+    """Copy elements ``[start, stop)`` in C order into the row ``out``: whole rows at once, cut rows by recursion."""
+    if array.ndim <= 1:
+        out[...] = array.reshape(-1)[start:stop]
+        return
+    row = math.prod(array.shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        _gather(array[last], start - last * row, stop - last * row, out)
+        return
+    head, tail = first * row - start, last * row - start
+    if head:
+        _gather(array[first - 1], row - head, row, out[:head])
+    if first < last:
+        block = array[first:last]
+        out[head:tail].reshape(block.shape)[...] = block
+    if tail < stop - start:
+        _gather(array[last], 0, stop - last * row, out[tail:])

@@ -68,11 +68,14 @@ class Catalog:
     def index(self, entry: RecordEntry) -> RecordIndex:
         """The verified index of a record. Named by content, so it can be cached."""
         cached = self._indexes.get((entry.key, entry.name))
-        if cached is None:
-            cached = self._indexes[entry.key, entry.name] = read_index(self.store, entry)
-            while len(self._indexes) > _CACHED_INDEXES:
-                self._indexes.popitem(last=False)
-        return cached
+        return cached if cached is not None else self._read_index(entry)
+
+    def _read_index(self, entry: RecordEntry) -> RecordIndex:
+        index = self._indexes[entry.key, entry.name] = read_index(self.store, entry)
+        self._indexes.move_to_end((entry.key, entry.name))
+        while len(self._indexes) > _CACHED_INDEXES:
+            self._indexes.popitem(last=False)
+        return index
 
     def exists(self, manifest: Manifest) -> bool:
         """Whether exactly this checkpoint is still committed."""
@@ -91,7 +94,7 @@ class Catalog:
         for entry in manifest.records:
             try:
                 # Never from the cache: the question is what the store holds now.
-                indexes.append(read_index(self.store, entry))
+                indexes.append(self._read_index(entry))
             except CorruptionError as error:
                 problems.append(Problem(entry.key, error.message))
         chunks = {chunk.key: chunk for index in indexes for chunk in index.chunks}
@@ -103,10 +106,12 @@ class Catalog:
             problems += damaged_chunks(self.store, there, meter)
         if problems:
             self.mark_damaged(manifest)
+        elif deep:
+            self._damaged.discard((manifest.key, manifest.attempt))
         return problems
 
     def mark_damaged(self, manifest: Manifest) -> None:
-        """Remember that a checkpoint is damaged, so that no later save builds on it."""
+        """Remember that a checkpoint is damaged, so that no later save builds on it unseen."""
         self._damaged.add((manifest.key, manifest.attempt))
 
     def newest_intact(
@@ -128,9 +133,9 @@ class Catalog:
             except CorruptionError as error:
                 skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
                 continue
-            if without is not None and (manifest.key, manifest.attempt) in self._damaged:
-                continue
-            found = self.problems(manifest, deep=deep, progress=progress)
+            # A shallow look cannot see what an earlier deep one found, so a marked epoch is read again in full.
+            marked = (manifest.key, manifest.attempt) in self._damaged
+            found = self.problems(manifest, deep=deep or marked, progress=progress)
             if not found:
                 return manifest, skipped
             if self.exists(manifest):

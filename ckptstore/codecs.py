@@ -102,7 +102,8 @@ def encode(data: Bytes, item_size: int, mode: str = "auto") -> bytes:
 
     Args:
         data: the raw bytes of one chunk; must not change meanwhile.
-        item_size: width of the planes (1, 2, 4 or 8), or 0 to find it out from a sample.
+        item_size: width of an element (1, 2, 4 or 8), or 0 to find it out from a sample. The planes get that width,
+            unless a sample shrinks better unsplit.
         mode: ``"auto"`` chooses for each plane what pays, ``"raw"`` never compresses, ``"max"`` spends several
             times as long on the planes that shrink.
 
@@ -205,7 +206,8 @@ def _plan(raw: _Array, item_size: int, mode: str) -> tuple[int, list[_Coders]]:
     """The item size, and for each plane the coders to try on it (none: keep it raw)."""
     sample = _sample(raw)
     best: tuple[float, int, list[_Coders]] | None = None
-    for size in (item_size,) if item_size else ITEM_SIZES:
+    # Width 1 always runs: few distinct values (sparse, rounded) repeat as whole elements, not plane by plane.
+    for size in dict.fromkeys((item_size, 1)) if item_size else ITEM_SIZES:
         choices = [_choose(np.ascontiguousarray(sample[i::size])) for i in range(size)]
         total = sum(estimate for estimate, _ in choices)
         if best is None or total < best[0]:

@@ -12,8 +12,9 @@ name                                meaning
 ``|S5``, ``|V8``                    5 bytes of text, 8 bytes without meaning
 ==================================  ============================================================================
 
-Names are looked up in tables or matched against one pattern: nothing read from a store is evaluated. ``longdouble`` has no
-name because its layout differs between machines, structured types have none because their records are better kept as a dict.
+Names are looked up in tables or matched against one pattern: nothing read from a store is evaluated. ``longdouble``
+has no name because its layout differs between machines, structured types have none because their records are better
+kept as a dict.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def dtype_size(name: str) -> int:
 
 @lru_cache(maxsize=1024)
 def plane_size(name: str) -> int:
-    """Width of the byte planes that a codec should split elements into: the real numbers inside, 1 for text and bytes."""
+    """Width of the byte planes to split elements into: that of the real numbers inside, 1 for bytes."""
     size = dtype_size(name)
     if name in _PLANES:
         return _PLANES[name]
@@ -78,13 +79,15 @@ def plane_size(name: str) -> int:
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy type of that name. ``FormatError`` if there is none in the installed ``ml_dtypes``."""
     if name in _PLAIN:
-        return np.dtype(name) if sys.byteorder == "little" else np.dtype(name).newbyteorder("<")
+        native: np.dtype[Any] = np.dtype(name)
+        return native if sys.byteorder == "little" else native.newbyteorder("<")
     if name not in _CUSTOM:
         return _coded_dtype(name)
     scalar = getattr(ml_dtypes, name, None)
     if scalar is None or not _host_order(_CUSTOM[name]):
         raise FormatError(f"element type {name} is not available here: a newer ml_dtypes (or torch) is needed")
-    return np.dtype(scalar)
+    custom: np.dtype[Any] = np.dtype(scalar)
+    return custom
 
 
 @lru_cache(maxsize=1024)
@@ -95,14 +98,15 @@ def numpy_name(dtype: np.dtype[Any]) -> str | None:
     plain = dtype.name
     if plain in _CUSTOM:
         known = dtype.type is getattr(ml_dtypes, plain, None) and _host_order(dtype.itemsize)
-        return plain if known else None
+        return str(plain) if known else None
     big = dtype.str[0] == ">"
     if plain in _PLAIN and not big:
-        return plain
+        return str(plain)
     known = _CODED.fullmatch(dtype.str) is not None and (dtype.kind != "V" or dtype.type is np.void)
-    return dtype.str if known else None
+    return str(dtype.str) if known else None
 
 
+@lru_cache(maxsize=128)
 def torch_name(dtype: Any) -> str | None:
     """The name of a torch type, or None if no other library could read it."""
     name = str(dtype).removeprefix("torch.")
@@ -126,7 +130,7 @@ def _native(name: str) -> str:
     if name in _SIZES:
         return name
     swapped = _coded_dtype(name).newbyteorder("<")
-    return swapped.name if swapped.name in _PLAIN else swapped.str
+    return str(swapped.name if swapped.name in _PLAIN else swapped.str)
 
 
 def _host_order(size: int) -> bool:
@@ -136,7 +140,7 @@ def _host_order(size: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _coded_dtype(name: str) -> np.dtype[Any]:
-    if isinstance(name, str) and _CODED.fullmatch(name) is not None:
+    if _CODED.fullmatch(name) is not None:
         try:
             dtype = np.dtype(name)
         except (TypeError, ValueError):

@@ -92,6 +92,7 @@ class HeldLease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.lapsed = False
+        self.renewed = 0.0  # the store's time of the last put
         self.lease = Lease(
             attempt=attempt,
             epoch=epoch,
@@ -153,7 +154,8 @@ class HeldLease:
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
         self._store.put(self._key, encode_lease(self.lease))
-        return self._store.info(self._key).modified
+        self.renewed = self._store.info(self._key).modified
+        return self.renewed
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT):

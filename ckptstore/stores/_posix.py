@@ -25,6 +25,7 @@ _COMPARE = 1 << 20
 
 
 def flat(data: Body) -> memoryview:
+    """The bytes of a body, copied only where they are not contiguous."""
     view = memoryview(data)
     if view.nbytes == 0:
         return memoryview(b"")
@@ -36,7 +37,10 @@ def write_file(handle: int, body: memoryview) -> Identity:
     try:
         done = 0
         while done < body.nbytes:
-            done += os.write(handle, body[done:] if done else body)
+            count = os.write(handle, body[done:] if done else body)
+            if count == 0:  # or this would never end
+                raise OSError(errno.EIO, "nothing was written")
+            done += count
         os.fsync(handle)
         facts = os.fstat(handle)
     except BaseException:
@@ -60,6 +64,7 @@ def read_range(handle: int, start: int, end: int) -> bytes:
 
 
 def replace(scratch: str, name: str, place: int, identity: Identity) -> None:
+    """Give a finished scratch file its name, in place of what had it before."""
     try:
         os.replace(scratch, name, src_dir_fd=place, dst_dir_fd=place)
     except OSError:
@@ -68,6 +73,7 @@ def replace(scratch: str, name: str, place: int, identity: Identity) -> None:
 
 
 def is_file(name: str, place: int, identity: Identity) -> bool:
+    """Whether a name in a folder is known to be that very file."""
     try:
         facts = os.stat(name, dir_fd=place, follow_symlinks=False)
     except OSError:
@@ -107,6 +113,7 @@ def regular(facts: os.stat_result) -> os.stat_result:
 
 
 def discard(name: str, place: int) -> None:
+    """Remove a scratch file if possible; a sweeper finds it otherwise."""
     with suppress(OSError):
         os.unlink(name, dir_fd=place)
 

@@ -78,7 +78,6 @@ _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
 _TRIES = 64
 
 
-
 class LocalStore(Store):
     """Objects as files under ``root``, which is made by the first put.
 
@@ -269,7 +268,7 @@ class LocalStore(Store):
         except OSError as error:
             # Only a transient error may leave the new content behind, whatever the errno says.
             raise TransientError(
-                f"{key!r} is written but its folder in {self._root} could not be synced: {error.strerror}; put it again",
+                f"{key!r} is in {self._root} but its folder could not be synced: {error.strerror}; put it again",
                 key=key,
                 errno=error.errno,
             ) from error
@@ -288,34 +287,31 @@ class LocalStore(Store):
             folder = os.path.dirname(folder)
 
     def _walk(self, prefix: str, partial: bool) -> Iterator[ObjectInfo]:
-        inner = prefix.rpartition("/")[0]
-        pending = [inner]
+        pending = {prefix.rpartition("/")[0]}
         while pending:
             inner = pending.pop()
             with self._mapped("list", inner or prefix):
-                found = self._scan(inner, prefix, partial, pending)
+                found = tuple(self._scan(inner, prefix, partial, pending))
             yield from found
 
-    def _scan(self, inner: str, prefix: str, partial: bool, pending: list[str]) -> list[ObjectInfo]:
+    def _scan(self, inner: str, prefix: str, partial: bool, pending: set[str]) -> Iterator[ObjectInfo]:
         """The objects right in one folder; its folders are added to ``pending``."""
-        found: list[ObjectInfo] = []
         folder, _ = self._locate(f"{inner}/" if inner else "")
         try:
             entries = os.scandir(folder)
         except (FileNotFoundError, NotADirectoryError):
             self._check_root()
-            return found
+            return
         with entries:
             for entry in entries:
                 key = f"{inner}/{entry.name}" if inner else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     if f"{key}/".startswith(prefix) and _is_key(key):
-                        pending.append(key)
+                        pending.add(key)
                 elif key.startswith(prefix) and _is_listed(key, partial) and entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
-                        found.append(ObjectInfo(key, facts.st_size, facts.st_mtime))
-        return found
+                        yield ObjectInfo(key, facts.st_size, facts.st_mtime)
 
     def _check_root(self) -> None:
         """Only a missing folder is empty: a root that is a file is a mistake to report."""

@@ -1,0 +1,98 @@
+"""ckptstore: an atomic checkpoint storage layer over object stores.
+
+    >>> repo = ckptstore.open("runs/demo")
+    >>> repo.save(7, {"model": {"w": weights}}, metadata={"loss": 0.31})
+    >>> state = repo.latest().load()
+"""
+
+from typing import TYPE_CHECKING
+
+from ckptstore.catalog import Skipped
+from ckptstore.checkpoint import Checkpoint, Record
+from ckptstore.errors import (
+    AccessError,
+    AlreadyExistsError,
+    CkptStoreError,
+    CorruptionError,
+    DeadlineError,
+    EpochExistsError,
+    EpochNotFoundError,
+    FormatError,
+    InvalidArgumentError,
+    InvalidRecordError,
+    NotFoundError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OutcomeUnknownError,
+    RecordNotFoundError,
+    RepositoryNotFoundError,
+    RetriesExhaustedError,
+    StoreError,
+    StoreFullError,
+    TransactionError,
+    TransientError,
+)
+from ckptstore.reader import Problem
+from ckptstore.repository import Repository, open  # noqa: A004 (the name is the API: ckptstore.open)
+from ckptstore.retention import EpochInfo, GcReport, KeepBest, KeepEvery, KeepLast, Policy, PruneReport
+from ckptstore.stores import RetryPolicy
+from ckptstore.stores.trace import StoreEvent
+from ckptstore.sweep import Removal
+from ckptstore.transaction import Transaction
+from ckptstore.verify import EpochHealth, VerifyReport
+from ckptstore.writer import Tally
+
+if TYPE_CHECKING:
+    __version__: str
+
+__all__ = [
+    "AccessError",
+    "AlreadyExistsError",
+    "Checkpoint",
+    "CkptStoreError",
+    "CorruptionError",
+    "DeadlineError",
+    "EpochExistsError",
+    "EpochHealth",
+    "EpochInfo",
+    "EpochNotFoundError",
+    "FormatError",
+    "GcReport",
+    "InvalidArgumentError",
+    "InvalidRecordError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "NotFoundError",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "OutcomeUnknownError",
+    "Policy",
+    "Problem",
+    "PruneReport",
+    "Record",
+    "RecordNotFoundError",
+    "Removal",
+    "Repository",
+    "RepositoryNotFoundError",
+    "RetriesExhaustedError",
+    "RetryPolicy",
+    "Skipped",
+    "StoreError",
+    "StoreEvent",
+    "StoreFullError",
+    "Tally",
+    "Transaction",
+    "TransactionError",
+    "TransientError",
+    "VerifyReport",
+    "open",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ckptstore")
+    raise AttributeError(f"module 'ckptstore' has no attribute {name!r}")

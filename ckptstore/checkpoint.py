@@ -1,0 +1,280 @@
+"""Checkpoint: the read side of one committed epoch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ckptstore.arrays import ArraySpec, Destination
+from ckptstore.catalog import Catalog, Skipped
+from ckptstore.errors import (
+    AccessError,
+    CorruptionError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    RecordNotFoundError,
+    StoreError,
+    StoreFullError,
+)
+from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
+from ckptstore.pipeline import Meter, Pipeline, Progress
+from ckptstore.reader import fetch, load_arrays, read_chunk
+from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
+from ckptstore.writer import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a checkpoint: its name, kind ("state" or "file"), number of arrays, and sizes in bytes."""
+
+    name: str
+    kind: str
+    arrays: int
+    chunks: int
+    bytes_state: int
+    bytes_stored: int
+
+
+class Checkpoint:
+    """One committed checkpoint. Cheap to hold; bytes are read when asked for, and verified before they are returned."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        manifest: Manifest,
+        *,
+        skipped: Sequence[Skipped] = (),
+        report: Tally | None = None,
+        on_load: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        self._catalog = catalog
+        self._manifest = manifest
+        self._on_load = on_load
+        self.skipped = tuple(skipped)
+        """Newer epochs that ``latest()`` stepped over, and why."""
+        self.report = report
+        """What the save moved, on a checkpoint returned by a save; else None."""
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint epoch={self.epoch} records={sorted(self.records)}>"
+
+    @property
+    def epoch(self) -> int:
+        """The number that it was saved under."""
+        return self._manifest.epoch
+
+    @property
+    def generation(self) -> int:
+        """1, or more if the epoch was replaced."""
+        return self._manifest.generation
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What was given as ``metadata`` to the save, exactly."""
+        return metadata_of(self._manifest)
+
+    @property
+    def created(self) -> str:
+        """When it was committed, by the writer's clock (RFC 3339). For people: nothing is decided by it."""
+        return self._manifest.created
+
+    @property
+    def records(self) -> MappingProxyType[str, Record]:
+        """Its records by name."""
+        fields = ("name", "kind", "arrays", "chunks", "bytes_state", "bytes_stored")
+        entries = self._manifest.records
+        return MappingProxyType({e.name: Record(*(getattr(e, field) for field in fields)) for e in entries})
+
+    @property
+    def bytes_state(self) -> int:
+        """Bytes of all its arrays and files, before the codec."""
+        return self._manifest.bytes_state
+
+    def load(
+        self,
+        name: str | None = None,
+        paths: Sequence[str] | None = None,
+        into: Any = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Load one record, or all of them as a dict by name.
+
+        Arrays come back as they went in: torch tensors (on the CPU, contiguous) where torch has been imported, else
+        NumPy arrays, with bfloat16 and float8 through ml_dtypes. A file record comes back as bytes.
+
+        Args:
+            name: the record; None for all.
+            paths: patterns such as ``"encoder.*"``; only what matches is loaded and only its chunks are read. Keys are
+                joined by dots; dicts keep the matching entries, other list and tuple items become None.
+            into: an equal structure to load into, in place, with no second copy. It is checked first and left as it
+                was if it does not match. If a chunk turns out damaged, arrays loaded before it are already new.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Raises:
+            RecordNotFoundError: no such record, or no path matches.
+            InvalidRecordError: ``into`` has another structure; the message lists the paths.
+            CorruptionError: a byte on the store is wrong or missing; ``.key`` names the object.
+            EpochNotFoundError: the epoch was deleted meanwhile.
+        """
+        entries = [self._entry(name)] if name is not None else list(self._manifest.records)
+        if name is None and into is not None:
+            if not isinstance(into, dict) or set(into) != {entry.name for entry in entries}:
+                raise InvalidArgumentError(f"into must be a dict with the records {[e.name for e in entries]}")
+        with self._reading():
+            plans = [self._plan(entry, paths, into if name is not None or into is None else into[entry.name])
+                     for entry in entries]
+            if paths is not None:
+                plans = [plan for plan in plans if plan is not None]
+                if not plans:
+                    what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
+                    raise RecordNotFoundError(f"nothing in {what} matches {list(paths)}", epoch=self.epoch)
+            meter = Meter(progress, sum(plan.nbytes for plan in plans if plan is not None))
+            values = {plan.index.name: plan.run(self._catalog, meter) for plan in plans if plan is not None}
+        self._on_load(self.epoch)
+        return values[name] if name is not None else values
+
+    def read_file(self, name: str, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
+        """Write the bytes of a file record to ``path``: complete and verified, or ``path`` stays as it was.
+
+        Raises:
+            RecordNotFoundError: no such record.
+            InvalidArgumentError: the record holds a state, not a file.
+            CorruptionError, EpochNotFoundError: as ``load``.
+            StoreFullError, AccessError: ``path`` cannot be written.
+        """
+        entry = self._entry(name)
+        if entry.kind != "file":
+            raise InvalidArgumentError(f"record {name!r} holds a state, not a file: use load({name!r})", epoch=self.epoch)
+        with self._reading():
+            index = self._catalog.index(entry)
+            _write_aside(Path(path), lambda fd: self._copy(index, fd, progress))
+        self._on_load(self.epoch)
+
+    def file_name(self, name: str) -> str:
+        """The name that a file record had where it came from."""
+        entry = self._entry(name)
+        with self._reading():
+            skeleton = self._catalog.index(entry).skeleton
+        found = skeleton.get("file") if entry.kind == "file" and isinstance(skeleton, dict) else None
+        # From the store, so not to be trusted as a path.
+        return found if isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..") else name
+
+    def _entry(self, name: str) -> RecordEntry:
+        entry = self._manifest.record(name)
+        if entry is None:
+            raise RecordNotFoundError(
+                f"epoch {self.epoch} has no record {name!r}; it has {sorted(self.records)}", epoch=self.epoch
+            )
+        return entry
+
+    def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
+        index = self._catalog.index(entry)
+        specs = [ArraySpec(array.kind, array.dtype, array.shape) for array in index.arrays]
+        for spec, array in zip(specs, index.arrays, strict=True):
+            if spec.nbytes != sum(span.length for span in array.spans):
+                raise CorruptionError(f"{entry.key} is damaged: an array's spans do not add up", key=entry.key)
+        if entry.kind == "file":
+            return _Load(index, {"array": 0}, specs, None) if paths is None else None
+        skeleton = index.skeleton
+        if paths is not None:
+            skeleton = prune(skeleton, paths)
+            if skeleton is None:
+                return None
+        return _Load(index, skeleton, specs, into)
+
+    def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
+        meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
+        store = self._catalog.store
+        offset = 0
+        with Pipeline(store.traits.concurrency) as pipeline:
+            for span in index.arrays[0].spans:
+                chunk = index.chunks[span.chunk]
+
+                def finish(frame: bytes, chunk: Any = chunk, span: Any = span, at: int = offset) -> None:
+                    raw = read_chunk(store, chunk, frame)[span.offset : span.offset + span.length]
+                    done = 0
+                    while done < len(raw):
+                        done += os.pwrite(fd, raw[done:], at + done)
+                    meter.add(span.length)
+
+                pipeline.submit(
+                    chunk.raw_length,
+                    (pipeline.io, lambda _, c=chunk: fetch(store, c.key, c.stored_length)),
+                    (pipeline.cpu, finish),
+                )
+                offset += span.length
+            pipeline.finish()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Tell damage from a delete that happened meanwhile, and remember damage."""
+        try:
+            yield
+        except CorruptionError as error:
+            if not self._catalog.exists(self._manifest):
+                raise EpochNotFoundError(f"epoch {self.epoch} was deleted while it was being read", epoch=self.epoch) from error
+            self._catalog.mark_damaged(self._manifest)
+            error.epoch = self.epoch
+            raise
+
+
+class _Load:
+    """One record to load: checked against its target before anything is read."""
+
+    def __init__(self, index: RecordIndex, skeleton: Any, specs: list[ArraySpec], into: Any) -> None:
+        self.index = index
+        self._skeleton = skeleton
+        self._specs = specs
+        self._into = into
+        self._existing = match_into(skeleton, specs, into, index.name) if into is not None else {}
+        self._numbers = sorted(leaf_paths(skeleton))
+        self.nbytes = sum(specs[number].nbytes for number in self._numbers)
+
+    def run(self, catalog: Catalog, meter: Meter) -> Any:
+        specs = self._specs
+        if self._into is None:
+            fresh = {number: Destination.allocate(specs[number]) for number in self._numbers}
+            load_arrays(catalog.store, self.index, fresh, meter=meter)
+            return unflatten(self._skeleton, lambda number: fresh[number].finish())
+        values: dict[int, Any] = {}
+        places = {n: [Destination.into_existing(specs[n], t) for t in ts] for n, ts in self._existing.items()}
+        first = {number: found[0] for number, found in places.items()}
+        load_arrays(catalog.store, self.index, first, meter=meter, visible=True)
+        for number, found in places.items():
+            for other in found[1:]:  # tied in the checkpoint, separate in the target
+                other.buffer[:] = found[0].buffer
+            values[number] = [destination.finish() for destination in found]
+        return fill_into(self._skeleton, self._into, lambda number: values[number][0])
+
+
+def metadata_of(manifest: Manifest) -> dict[str, Any]:
+    """The user's metadata, decoded from a manifest."""
+    value = unflatten(manifest.metadata, lambda number: None)
+    return value if isinstance(value, dict) else {}
+
+
+def _write_aside(path: Path, write: Callable[[int], None]) -> None:
+    """Write a scratch file beside ``path``, sync it, and put it in place of ``path``."""
+    scratch = path.with_name(f".{uuid.uuid4().hex}.part")
+    try:
+        fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            write(fd)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(scratch, path)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessError
+        raise kind(f"{path} could not be written: {error.strerror}. It is as it was", errno=error.errno) from error
+    finally:
+        scratch.unlink(missing_ok=True)

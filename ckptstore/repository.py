@@ -1,0 +1,390 @@
+"""Repository: all checkpoints of a run, at one URL. The front door."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Any
+
+from ckptstore import keys, retention
+from ckptstore.catalog import Catalog
+from ckptstore.checkpoint import Checkpoint, metadata_of
+from ckptstore.chunks import CHUNK_SIZE
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    EpochNotFoundError,
+    FormatError,
+    InvalidArgumentError,
+    InvalidRecordError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RepositoryNotFoundError,
+)
+from ckptstore.manifest import (
+    MAX_MARKER,
+    Manifest,
+    Marker,
+    check_epoch,
+    check_record_name,
+    decode_marker,
+    encode_marker,
+)
+from ckptstore.pipeline import Meter, Progress
+from ckptstore.retention import EXPIRY, GcReport, Policy, PruneReport
+from ckptstore.stores import RetryPolicy, Store, open_store, probe_conditional_put
+from ckptstore.stores.trace import StoreEvent
+from ckptstore.sweep import delete_commits
+from ckptstore.transaction import Plan, Transaction, writer_version
+from ckptstore.tree import flatten
+from ckptstore.verify import VerifyReport, verify
+from ckptstore.writer import Tally
+
+log = logging.getLogger("ckptstore")
+
+_CODECS = ("auto", "raw", "max")
+
+
+class Repository:
+    """All checkpoints of a run. Made by ``ckptstore.open``; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        keep: Policy | None = None,
+        create: bool = True,
+        unsafe_single_writer: bool = False,
+        chunk_size: int = CHUNK_SIZE,
+        codec: str = "auto",
+    ) -> None:
+        self.store = store
+        """The store under it, with its wrappers."""
+        self._keep = keep
+        self._unsafe = unsafe_single_writer
+        self._chunk_size = _check_chunk_size(chunk_size)
+        self._codec = _check_codec(codec)
+        self._catalog = Catalog(store)
+        self._resumed: int | None = None
+        self._may_write = False
+        marker = self._read_marker()
+        if marker is None:
+            if not create:
+                raise RepositoryNotFoundError(
+                    f"there is no repository at {store.traits.url}: check the URL, or open it with create=True"
+                )
+            marker = self._create()
+        self.id = marker.repository
+        """32 hexadecimal digits that name this repository wherever it is copied to."""
+
+    def __repr__(self) -> str:
+        return f"<Repository {self.url}>"
+
+    @property
+    def url(self) -> str:
+        """Where it is. Never holds a secret."""
+        return self.store.traits.url
+
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        epoch: int,
+        records: Mapping[str, object],
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> Checkpoint:
+        """Save a checkpoint: all records, durably, or nothing.
+
+        Args:
+            epoch: an epoch or step number, 0 to 2**63 - 1.
+            records: a state by record name, e.g. ``{"model": model.state_dict(), ...}``.
+            metadata: plain values about it, e.g. metrics. Stored in the manifest, returned exactly.
+            replace: an existing epoch is replaced; its old content stays until the new one is committed.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Returns:
+            The committed checkpoint; its ``report`` tells what was moved.
+
+        Raises:
+            InvalidRecordError: something cannot be stored exactly. Raised before anything is written.
+            EpochExistsError: the epoch is committed already, or another writer was first.
+            StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
+            TransactionError: the attempt was cut off; save again.
+        """
+        if not isinstance(records, Mapping) or not records:
+            raise InvalidRecordError("records must be a dict with at least one record, e.g. {'model': state}")
+        states = {check_record_name(name): state for name, state in list(records.items())}
+        flats = {name: flatten(state, name) for name, state in states.items()}
+        total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
+        with self.begin(epoch, metadata, replace, Meter(progress, total)) as txn:
+            for name, state in states.items():
+                txn.write_flat(name, state, flats[name])
+            checkpoint: Checkpoint = txn.commit()
+        return checkpoint
+
+    def begin(
+        self,
+        epoch: int,
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        meter: Meter | None = None,
+    ) -> Transaction:
+        """Begin a checkpoint that is written record by record.
+
+        Use it as a context manager: leaving the block commits, an exception aborts.
+
+        Raises:
+            EpochExistsError, InvalidArgumentError, InvalidRecordError, StoreError: before anything was committed.
+        """
+        number = check_epoch(epoch)
+        skeleton = _check_metadata(metadata)
+        self._prepare_to_write()
+        plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id)
+        return Transaction(self._catalog, plan, self._committed, meter)
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def latest(self, deep: bool = False, progress: Progress | None = None) -> Checkpoint | None:
+        """The newest intact checkpoint; None only if the repository is proven to be empty.
+
+        Steps back over damaged epochs; ``.skipped`` of the result tells which and why. By default manifests and indexes
+        are verified and chunks looked up by name and size; ``deep`` reads every byte. (Loading verifies every
+        byte in any case.)
+
+        Raises:
+            CorruptionError: there are epochs, but none is intact.
+            FormatError: the newest was written by a newer version.
+            RepositoryNotFoundError: the repository has vanished (is the mount there?).
+            StoreError: the store did not answer. Never taken for "no checkpoint".
+        """
+        manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress)
+        if manifest is not None:
+            for step in skipped:
+                log.warning("skipped %s", step)
+            return self._checkpoint(manifest, skipped=skipped)
+        if skipped:
+            reasons = "; ".join(map(str, skipped))
+            raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
+        if self._read_marker() is None:
+            raise RepositoryNotFoundError(f"the repository at {self.url} has vanished: is the mount or bucket still there?")
+        return None
+
+    def checkpoint(self, epoch: int) -> Checkpoint:
+        """The checkpoint of one epoch (its newest generation).
+
+        Raises:
+            EpochNotFoundError: there is none.
+            CorruptionError: its manifest is damaged.
+        """
+        number = check_epoch(epoch)
+        for _ in range(3):  # a generation may be replaced between the listing and the read
+            commits = self._catalog.committed(number)
+            if not commits:
+                break
+            try:
+                return self._checkpoint(self._catalog.manifest(commits[-1]))
+            except ObjectNotFoundError:
+                continue
+        raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
+
+    def epochs(self) -> list[int]:
+        """The numbers of all committed epochs, ascending. One listing."""
+        return sorted({commit.epoch for commit in self._catalog.committed()})
+
+    def verify(self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None) -> VerifyReport:
+        """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised."""
+        return verify(self._catalog, None if epoch is None else check_epoch(epoch), deep=deep, progress=progress)
+
+    # ---- removing ------------------------------------------------------------------------------------------
+
+    def delete(self, epoch: int) -> None:
+        """Delete an epoch, whatever it is: also the newest, also a damaged one.
+
+        Raises:
+            EpochNotFoundError: there is none.
+        """
+        number = check_epoch(epoch)
+        commits = self._catalog.committed(number)
+        if not commits:
+            raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
+        delete_commits(self._catalog, commits, "its epoch was deleted")
+
+    def prune(self, policy: Policy | None = None, dry_run: bool = False) -> PruneReport:
+        """Delete the epochs that ``policy`` (default: the ``keep`` of ``open``) does not keep.
+
+        Never deletes the newest intact epoch, nor the one this process has loaded from (P5).
+        """
+        chosen = policy if policy is not None else self._keep
+        if chosen is None:
+            raise InvalidArgumentError("prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)")
+        protected = {} if self._resumed is None else {self._resumed: "the run resumed from it"}
+        return retention.prune(self._catalog, chosen, protected=protected, metadata=metadata_of, dry_run=dry_run)
+
+    def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
+        """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
+
+        Args:
+            grace: seconds after its last sign of life until an unfinished save counts as dead.
+        """
+        return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
+
+    def close(self) -> None:
+        """Release connections. May be called twice."""
+        self.store.close()
+
+    def __enter__(self) -> Repository:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside --------------------------------------------------------------------------------------------
+
+    def _checkpoint(self, manifest: Manifest, **more: Any) -> Checkpoint:
+        return Checkpoint(self._catalog, manifest, on_load=self._mark_resumed, **more)
+
+    def _mark_resumed(self, epoch: int) -> None:
+        self._resumed = epoch
+
+    def _committed(self, manifest: Manifest, tally: Tally) -> Checkpoint:
+        """A save has committed. Only now may retention run, and it cannot fail the save (P5)."""
+        if self._keep is not None:
+            try:
+                self.prune(self._keep)
+            except (CkptStoreError, OSError) as error:
+                log.warning("epoch %d is committed; pruning failed and will be tried again: %s", manifest.epoch, error)
+        return self._checkpoint(manifest, report=tally)
+
+    def _read_marker(self) -> Marker | None:
+        """The marker; made up from a manifest if it alone is lost. None if there is no repository."""
+        try:
+            return decode_marker(self.store.get(keys.MARKER, 0, MAX_MARKER + 1))
+        except ObjectNotFoundError:
+            problem: CorruptionError | None = None
+        except CorruptionError as error:
+            problem = error
+        for _, manifest in self._catalog.manifests(reversed(self._catalog.committed())):
+            if isinstance(manifest, Manifest):
+                log.warning("%s is lost or damaged; the manifests say which repository this is", keys.MARKER)
+                return Marker(repository=manifest.repository, created=manifest.created, writer=manifest.writer)
+        if problem is not None:
+            raise problem
+        return None
+
+    def _create(self) -> Marker:
+        """Make the repository. Refuses a place that holds something else."""
+        for info in self.store.list():
+            if not keys.is_ours(info.key):
+                raise FormatError(
+                    f"{self.url} is no repository and holds something else ({info.key}): choose an empty place", key=info.key
+                )
+        self._prepare_to_write()
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        marker = Marker(repository=uuid.uuid4().hex, created=now, writer=writer_version())
+        try:
+            self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
+        except ObjectExistsError:
+            found = self._read_marker()  # another process made it in the same moment
+            assert found is not None
+            return found
+        return marker
+
+    def _prepare_to_write(self) -> None:
+        """Before the first write: is create-only really create-only here? Some servers accept and ignore it."""
+        if self._may_write:
+            return
+        if not self._unsafe and self.store.traits.conditional_put is None and not probe_conditional_put(self.store):
+            raise FormatError(
+                f"{self.url}: this server accepts conditional puts but ignores them, so two writers could overwrite each other's "
+                "commit. Use another server, or pass unsafe_single_writer=True if there is only ever one writer"
+            )
+        self._may_write = True
+
+
+def open(  # noqa: A001 (used as ckptstore.open)
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    retry: RetryPolicy | None = None,
+    keep: Policy | None = None,
+    create: bool = True,
+    *,
+    unsafe_single_writer: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    codec: str = "auto",
+    concurrency: int | None = None,
+    on_event: Callable[[StoreEvent], None] | None = None,
+) -> Repository:
+    """Open a repository, and make it if it does not exist (and ``create``).
+
+    Args:
+        url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``.
+        storage_options: passed to s3fs or gcsfs, e.g. ``{"endpoint_url": ..., "key": ..., "secret": ...}``.
+        retry: how transient failures are retried.
+        keep: after each save, prune what this policy does not keep.
+        create: False to open only what exists; then nothing is written until you save.
+        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can* destroy each
+            other's commit: you promise that there is one.
+        chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
+        codec: "auto" (per byte plane, by a sample), "raw" or "max".
+        concurrency: requests at once; default by kind of store.
+        on_event: called with a ``StoreEvent`` after each request, from worker threads.
+
+    Raises:
+        InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
+        RepositoryNotFoundError: no such bucket; or no repository and ``create`` is False.
+        FormatError: a place that holds something else, a newer format, or a server without conditional puts.
+        AccessError, StoreError: the store refused or did not answer.
+    """
+    _check_chunk_size(chunk_size)
+    _check_codec(codec)
+    store = open_store(
+        url,
+        storage_options=storage_options,
+        retry=retry,
+        concurrency=concurrency,
+        unsafe_single_writer=unsafe_single_writer,
+        on_event=on_event,
+    )
+    try:
+        return Repository(
+            store,
+            keep=keep,
+            create=create,
+            unsafe_single_writer=unsafe_single_writer,
+            chunk_size=chunk_size,
+            codec=codec,
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise InvalidRecordError("metadata must be a dict with str keys")
+    flat = flatten(dict(metadata), "metadata")
+    if flat.arrays:
+        raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
+    return flat.skeleton
+
+
+def _check_chunk_size(chunk_size: int) -> int:
+    if not isinstance(chunk_size, int) or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
+        raise InvalidArgumentError(f"chunk_size must be 64 KiB to 64 MiB, not {chunk_size!r}")
+    return chunk_size
+
+
+def _check_codec(codec: str) -> str:
+    if codec not in _CODECS:
+        raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
+    return codec

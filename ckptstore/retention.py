@@ -1,0 +1,282 @@
+"""Which epochs to keep (a pure choice), and gc: removing what no manifest reaches."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore import keys
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.lease import EXPIRY, read_leases
+from ckptstore.manifest import Manifest
+from ckptstore.stores.base import ObjectInfo, Store
+from ckptstore.sweep import Removal, condemn, delete_commits, live, sweep
+
+
+@dataclass(frozen=True, slots=True)
+class EpochInfo:
+    """What a policy may look at: the epoch's number and its metadata."""
+
+    epoch: int
+    metadata: Mapping[str, Any]
+
+
+class Policy(ABC):
+    """A choice of epochs to keep. ``a | b`` keeps what either keeps, ``a & b`` what both keep."""
+
+    @abstractmethod
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        """Epochs to keep, each with the reason. ``epochs`` is in ascending order."""
+
+    def __or__(self, other: Policy) -> Policy:
+        return _Union(self, other)
+
+    def __and__(self, other: Policy) -> Policy:
+        return _Intersection(self, other)
+
+
+@dataclass(frozen=True)
+class KeepLast(Policy):
+    """Keep the ``n`` highest epochs (n ≥ 1). Order is by number, never by time."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepLast", self.n)
+
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        return {info.epoch: f"one of the last {self.n}" for info in epochs[-self.n :]}
+
+
+@dataclass(frozen=True)
+class KeepEvery(Policy):
+    """Keep epochs that are multiples of ``n`` (n ≥ 1)."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepEvery", self.n)
+
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        return {info.epoch: f"a multiple of {self.n}" for info in epochs if info.epoch % self.n == 0}
+
+
+@dataclass(frozen=True)
+class KeepBest(Policy):
+    """Keep the ``n`` epochs with the best ``metadata[metric]``.
+
+    ``mode`` is "min" or "max". Epochs without the metric, or where it is NaN or no number, are never best.
+    Among equals the later epoch is better.
+    """
+
+    metric: str
+    n: int = 1
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        _at_least_one("KeepBest", self.n)
+        if self.mode not in ("min", "max"):
+            raise InvalidArgumentError(f'KeepBest: mode must be "min" or "max", not {self.mode!r}')
+
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        sign = 1 if self.mode == "min" else -1
+        scored = []
+        for info in epochs:
+            value = info.metadata.get(self.metric)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+                scored.append((sign * value, -info.epoch))
+        reason = f"one of the best {self.n} by {self.metric}"
+        return {-negative: reason for _, negative in sorted(scored)[: self.n]}
+
+
+@dataclass(frozen=True)
+class _Union(Policy):
+    first: Policy
+    second: Policy
+
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        return {**self.second.keep(epochs), **self.first.keep(epochs)}
+
+
+@dataclass(frozen=True)
+class _Intersection(Policy):
+    first: Policy
+    second: Policy
+
+    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
+        second = self.second.keep(epochs)
+        return {e: f"{why} and {second[e]}" for e, why in self.first.keep(epochs).items() if e in second}
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What a prune removed and kept, with a reason for each epoch; ``objects`` in deletion order."""
+
+    removed: dict[int, str]
+    kept: dict[int, str]
+    objects: list[Removal]
+    spared: dict[str, str]
+    dry_run: bool
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(removal.size for removal in self.objects)
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What a gc removed (debris only), and what it left alone and why."""
+
+    removed: list[Removal]
+    spared: dict[str, str]
+    dry_run: bool
+
+    @property
+    def bytes_freed(self) -> int:
+        return sum(removal.size for removal in self.removed)
+
+
+def prune(
+    catalog: Catalog, policy: Policy, *, protected: Mapping[int, str], metadata: Any, dry_run: bool
+) -> PruneReport:
+    """Delete the epochs that ``policy`` does not keep.
+
+    Never deleted (P5): the newest intact epoch, ``protected`` epochs, and epochs whose manifest cannot be read
+    (they may be all that a repair has to go by).
+
+    Args:
+        metadata: decodes ``Manifest.metadata`` into a mapping.
+    """
+    commits = catalog.committed()
+    manifests: dict[int, Manifest] = {}
+    kept: dict[int, str] = {}
+    for commit, manifest in catalog.manifests(commits):
+        if isinstance(manifest, Manifest):
+            manifests[commit.epoch] = manifest  # ascending: the highest generation stays
+        else:
+            kept[commit.epoch] = "its manifest is damaged: delete it by hand or restore it"
+    infos = [EpochInfo(epoch, metadata(manifests[epoch])) for epoch in sorted(manifests)]
+    kept = {**policy.keep(infos), **protected, **kept}
+    if any(info.epoch not in kept for info in infos):
+        newest, _ = catalog.newest_intact()
+        if newest is None:
+            kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
+        elif newest.epoch not in kept:
+            kept[newest.epoch] = "the newest intact epoch"
+    victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
+    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
+    removed = {commit.epoch: "no policy keeps it" for commit in victims}
+    present = {commit.epoch for commit in commits} - removed.keys()
+    return PruneReport(removed, {e: kept[e] for e in sorted(present)}, swept.removed, swept.spared, dry_run)
+
+
+def store_time(store: Store) -> float:
+    """The store's clock: the time it stamps on an object put just now."""
+    key = keys.probe_key()
+    store.put(key, b"clock\n")
+    try:
+        return store.info(key).modified
+    finally:
+        store.delete(key)
+
+
+@dataclass
+class _Debris:
+    """What a listing shows of attempts that may have ended."""
+
+    content: dict[str, int] = field(default_factory=dict)
+    scratch: dict[str, ObjectInfo] = field(default_factory=dict)
+    condemned: set[str] = field(default_factory=set)
+
+
+def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: float | None = None) -> GcReport:
+    """Remove what no manifest reaches: chunks and indexes of dead attempts, their leases and flags, scratch files.
+
+    Foreign objects are not touched. Safe beside live writers (see ``ckptstore.sweep``).
+
+    Args:
+        grace: seconds after its last renewal until an attempt counts as dead. Below the default, a save that is merely slow
+            may be refused at its commit; no committed epoch is ever at risk.
+        now: the store's time. By default the store is asked; a dry run, which writes nothing, takes
+            the local clock.
+    """
+    if not grace >= 0:
+        raise InvalidArgumentError(f"grace must be 0 or more seconds, not {grace}")
+    store = catalog.store
+    removed = _superseded(catalog, dry_run)
+    if now is None:
+        now = time.time() if dry_run else store_time(store)
+    sightings = read_leases(store)
+    dead = {s.attempt for s in sightings} - {s.attempt for s in live(sightings, now, grace)}
+    if not dry_run:
+        for attempt in sorted(dead):
+            condemn(store, attempt)
+    debris = _list_debris(store)
+    # ``dead`` is not passed on: a lease renewed after the first look protects its attempt after all.
+    swept = sweep(catalog, debris.content, "no checkpoint reaches it", now=now, grace=grace, dry_run=dry_run)
+    removed += swept.removed
+    removed += _remove_traces(store, debris, dead, swept.spared, now - grace, dry_run)
+    return GcReport(removed, swept.spared, dry_run)
+
+
+def _superseded(catalog: Catalog, dry_run: bool) -> list[Removal]:
+    """Older generations of an epoch, left by a replace that was interrupted after its commit."""
+    by_epoch: dict[int, list[Committed]] = {}
+    for commit in catalog.committed():
+        by_epoch.setdefault(commit.epoch, []).append(commit)
+    removed: list[Removal] = []
+    for commits in by_epoch.values():
+        if len(commits) > 1:
+            [(_, newest)] = catalog.manifests(commits[-1:]) or [(None, None)]
+            if isinstance(newest, Manifest) and not catalog.problems(newest, deep=False):
+                reason = "a newer generation of its epoch is committed"
+                removed += delete_commits(catalog, commits[:-1], reason, dry_run=dry_run).removed
+    return removed
+
+
+def _list_debris(store: Store) -> _Debris:
+    debris = _Debris()
+    for info in store.list(keys.ATTEMPTS):
+        if keys.parse_content_key(info.key) is not None:
+            debris.content[info.key] = info.size
+    for info in store.list("", partial=True):
+        if keys.parse_partial_key(info.key) is not None:
+            debris.scratch[info.key] = info
+    for info in store.list(keys.PROBES):
+        if keys.is_ours(info.key):
+            debris.scratch[info.key] = info
+    for info in store.list(keys.CONDEMNED):
+        attempt = keys.parse_condemned_key(info.key)
+        if attempt is not None:
+            debris.condemned.add(attempt)
+    return debris
+
+
+def _remove_traces(
+    store: Store, debris: _Debris, dead: set[str], spared: Collection[str], before: float, dry_run: bool
+) -> list[Removal]:
+    """Scratch files older than the grace; leases and flags of attempts of which nothing unreached is left."""
+    busy = {content[0] for content in map(keys.parse_content_key, spared) if content is not None}
+    removed = [
+        Removal(key, "left by an interrupted put", info.size)
+        for key, info in sorted(debris.scratch.items())
+        if info.modified <= before
+    ]
+    ended = (dead | debris.condemned) - busy
+    leases = {s.attempt for s in read_leases(store)}
+    removed += [Removal(keys.lease_key(a), "its attempt is dead") for a in sorted(ended & leases)]
+    removed += [Removal(keys.condemned_key(a), "its attempt is swept") for a in sorted(ended)]
+    if not dry_run:
+        for removal in removed:
+            store.delete(removal.key)
+    return removed
+
+
+def _at_least_one(what: str, n: object) -> None:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise InvalidArgumentError(f"{what}: n must be 1 or more, not {n!r}")

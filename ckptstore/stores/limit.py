@@ -1,0 +1,103 @@
+"""LimitStore: no more than so many requests at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+
+
+class Slots:
+    """A semaphore that serves in order. The one of ``threading`` lets a busy thread starve the others:
+    a lease would expire behind a stream of chunks.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._lock = threading.Lock()
+        self._queue: deque[threading.Lock] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many threads wait for a slot."""
+        return len(self._queue)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._queue.append(gate)
+        try:
+            gate.acquire()  # whoever leaves opens it and so hands over the slot
+        except BaseException:
+            with self._lock:
+                if gate in self._queue:
+                    self._queue.remove(gate)
+                else:
+                    self._leave()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._queue:
+            self._queue.popleft().release()
+        else:
+            self._free += 1
+
+
+class LimitStore(Store):
+    """Lets at most ``concurrency`` calls into ``inner`` at once; the others wait, first come first served.
+
+    Raises:
+        InvalidArgumentError: ``concurrency`` is below 1.
+    """
+
+    def __init__(self, inner: Store, concurrency: int) -> None:
+        if concurrency < 1:
+            raise InvalidArgumentError(f"concurrency is {concurrency}: use 1 or more")
+        self._inner = inner
+        self._concurrency = concurrency
+        self._slots = Slots(concurrency)
+
+    @property
+    def inner(self) -> Store:
+        """The store that does the work."""
+        return self._inner
+
+    @property
+    def traits(self) -> StoreTraits:
+        return replace(self._inner.traits, concurrency=self._concurrency)
+
+    def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
+        with self._slots:
+            self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        with self._slots:
+            return self._inner.get(key, start, end)
+
+    def info(self, key: str) -> ObjectInfo:
+        with self._slots:
+            return self._inner.info(key)
+
+    def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
+        # The whole listing at once: a reader that pauses in it must not keep a slot from the others.
+        with self._slots:
+            return iter(tuple(self._inner.list(prefix, partial=partial)))
+
+    def delete(self, key: str) -> None:
+        with self._slots:
+            self._inner.delete(key)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,112 @@
+"""TraceStore: tell an observer of every call. OpLog: an observer that counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvent:
+    """One finished call.
+
+    Attributes:
+        verb: ``put``, ``get``, ``info``, ``list`` or ``delete``.
+        key: the key, or the prefix of a listing.
+        nbytes: body bytes sent (put, even if it failed) or received (get), else 0.
+        seconds: how long it took.
+        error: what it raised, None when it succeeded.
+    """
+
+    verb: str
+    key: str
+    nbytes: int
+    seconds: float
+    error: BaseException | None = None
+
+
+class TraceStore(Store):
+    """Calls ``on_event`` after every call of ``inner``, in the thread of the caller. It must not raise."""
+
+    def __init__(self, inner: Store, on_event: Callable[[StoreEvent], None]) -> None:
+        self._inner = inner
+        self._on_event = on_event
+
+    @property
+    def inner(self) -> Store:
+        """The store that does the work."""
+        return self._inner
+
+    @property
+    def traits(self) -> StoreTraits:
+        return self._inner.traits
+
+    def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
+        nbytes = memoryview(data).nbytes
+        self._traced("put", key, lambda: self._inner.put(key, data, if_absent=if_absent), lambda _: 0, nbytes)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return self._traced("get", key, lambda: self._inner.get(key, start, end), len)
+
+    def info(self, key: str) -> ObjectInfo:
+        return self._traced("info", key, lambda: self._inner.info(key))
+
+    def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
+        # At once, so that the event tells of the whole listing and of what went wrong in it.
+        return iter(self._traced("list", prefix, lambda: tuple(self._inner.list(prefix, partial=partial))))
+
+    def delete(self, key: str) -> None:
+        self._traced("delete", key, lambda: self._inner.delete(key))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _traced(
+        self, verb: str, key: str, call: Callable[[], T], received: Callable[[T], int] = lambda _: 0, sent: int = 0
+    ) -> T:
+        begin = time.perf_counter()
+        try:
+            result = call()
+        except BaseException as error:
+            self._on_event(StoreEvent(verb, key, sent, time.perf_counter() - begin, error))
+            raise
+        self._on_event(StoreEvent(verb, key, sent + received(result), time.perf_counter() - begin))
+        return result
+
+
+class OpLog:
+    """Keeps the events of a TraceStore (pass it as ``on_event``) and adds them up. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[StoreEvent] = []
+
+    def __call__(self, event: StoreEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    @property
+    def events(self) -> tuple[StoreEvent, ...]:
+        """The events so far, in the order in which the calls finished."""
+        with self._lock:
+            return tuple(self._events)
+
+    def count(self, verb: str | None = None) -> int:
+        """How many calls (of one verb) there were."""
+        return sum(1 for event in self.events if verb in (None, event.verb))
+
+    def bytes(self, verb: str | None = None) -> int:
+        """How many body bytes went through (in calls of one verb)."""
+        return sum(event.nbytes for event in self.events if verb in (None, event.verb))
+
+    def clear(self) -> None:
+        """Forget all events."""
+        with self._lock:
+            self._events.clear()

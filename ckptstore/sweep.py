@@ -1,0 +1,173 @@
+"""Removing objects, safely beside live writers. Every removal in ckptstore goes through ``sweep``.
+
+The order is *flag → candidates → leases → manifests → delete*. A flag tells writers to keep away: for a checkpoint it is the absence
+of its manifest, for an unfinished attempt the object ``condemned/<attempt>``. The candidates are listed before the leases,
+and the leases before the manifests, because a writer does the reverse: lease, then objects, then manifest, and only then
+does it remove the lease. So whoever owns a candidate is seen as a lease, or as a manifest, or is dead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckptstore import keys
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.errors import CorruptionError, ObjectNotFoundError
+from ckptstore.lease import Sighting, read_leases
+from ckptstore.manifest import Manifest
+from ckptstore.stores.base import Store
+
+log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One object removed (or, in a dry run, to be removed), its size in bytes where known, and why."""
+
+    key: str
+    reason: str
+    size: int = 0
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep did: objects removed, objects spared and why."""
+
+    removed: list[Removal] = field(default_factory=list)
+    spared: dict[str, str] = field(default_factory=dict)
+
+
+def condemn(store: Store, attempt: str) -> None:
+    """Raise the flag of an attempt: from now on nobody may build on it, nor commit it."""
+    store.put(keys.condemned_key(attempt), b"condemned\n", if_absent=True)
+
+
+def live(sightings: Iterable[Sighting], now: float | None, grace: float) -> list[Sighting]:
+    """Leases renewed within ``grace`` seconds; all of them when ``now`` (the store's time) is not given."""
+    return [s for s in sightings if now is None or now - s.modified <= grace]
+
+
+def sweep(
+    catalog: Catalog,
+    candidates: dict[str, int],
+    reason: str,
+    *,
+    dead: frozenset[str] = frozenset(),
+    now: float | None = None,
+    grace: float = 0.0,
+    dry_run: bool = False,
+) -> Swept:
+    """Delete those ``candidates`` (content key → size) that nothing needs any more.
+
+    The caller has raised the flags and listed the candidates *before* calling. Kept is what a manifest reaches and
+    every object of an attempt that a live lease owns or uses; when a manifest or lease cannot be read, what
+    it needs is unknown and everything it could need is kept.
+
+    Args:
+        dead: attempts whose own lease does not count (they are condemned, or ours).
+        now: the store's time; without it every lease counts as live.
+        grace: age in seconds up to which a lease counts as live.
+    """
+    swept = Swept()
+    if not candidates:
+        return swept
+    protected, blocked = _protected_attempts(catalog, live(read_leases(catalog.store), now, grace), dead)
+    attempts = {content[0] for content in map(keys.parse_content_key, candidates) if content is not None}
+    reached, unknown, damaged = _reached(catalog, attempts)
+    blocked = blocked or damaged
+    for key, size in sorted(candidates.items()):
+        content = keys.parse_content_key(key)
+        if content is None or key in reached:
+            continue
+        if blocked:
+            swept.spared[key] = blocked
+        elif content[0] in protected:
+            swept.spared[key] = "a save in progress may refer to it"
+        elif content[0] in unknown:
+            swept.spared[key] = f"{unknown[content[0]]} is damaged, so what it needs is unknown"
+        else:
+            if not dry_run:
+                catalog.store.delete(key)
+            swept.removed.append(Removal(key, reason, size))
+    return swept
+
+
+def _protected_attempts(
+    catalog: Catalog, sightings: list[Sighting], dead: frozenset[str]
+) -> tuple[set[str], str | None]:
+    protected: set[str] = set()
+    blocked = None
+    for sighting in sightings:
+        if sighting.attempt in dead:
+            continue
+        protected.add(sighting.attempt)
+        if sighting.lease is None:
+            blocked = f"{keys.lease_key(sighting.attempt)} is live but cannot be read"
+        else:
+            protected.update(sighting.lease.uses)
+    return protected, blocked
+
+
+def _reached(catalog: Catalog, attempts: set[str]) -> tuple[set[str], dict[str, str], str | None]:
+    """Keys that manifests reach within ``attempts``; attempts not fully known; a reason to delete nothing."""
+    reached: set[str] = set()
+    unknown: dict[str, str] = {}
+    damaged = None
+    for commit, manifest in catalog.manifests(catalog.committed()):
+        if isinstance(manifest, CorruptionError):
+            damaged = f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
+        elif attempts.intersection(manifest.attempts):
+            try:
+                reached |= catalog.reach(manifest)
+            except CorruptionError as error:
+                reached.update(entry.key for entry in manifest.records)
+                unknown.update(dict.fromkeys(manifest.attempts, error.key or commit.key))
+    return reached, unknown, damaged
+
+
+def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
+    """Delete checkpoints: their manifests first (from then on they do not exist), then what only they needed.
+
+    Lower generations go first, so that a crash in between never brings an older content of an epoch back.
+    """
+    store = catalog.store
+    result = Swept()
+    candidates: dict[str, int] = {}
+    for commit in sorted(commits):
+        try:
+            candidates.update(_needs(catalog, catalog.manifest(commit)))
+        except CorruptionError as error:
+            log.warning("%s; gc will find what it needed", error)
+        except ObjectNotFoundError:
+            continue  # another process deleted it
+        if not dry_run:
+            store.delete(commit.key)
+        result.removed.append(Removal(commit.key, reason))
+    if dry_run:
+        return result
+    swept = sweep(catalog, candidates, reason)
+    result.removed += swept.removed
+    result.spared = swept.spared
+    return result
+
+
+def _needs(catalog: Catalog, manifest: Manifest) -> dict[str, int]:
+    needs = {entry.key: entry.stored_length for entry in manifest.records}
+    for entry in manifest.records:
+        needs.update((chunk.key, chunk.stored_length) for chunk in catalog.index(entry).chunks)
+    return needs
+
+
+def remove_attempt(catalog: Catalog, attempt: str, reason: str) -> Swept:
+    """Condemn an attempt and remove all of it that no manifest reaches: objects, then lease, then flag."""
+    store = catalog.store
+    condemn(store, attempt)
+    candidates = {info.key: info.size for info in store.list(keys.attempt_prefix(attempt))}
+    swept = sweep(catalog, candidates, reason, dead=frozenset([attempt]))
+    if not swept.spared:
+        # Without lease and objects nobody can find the attempt any more, so its flag has done its work.
+        store.delete(keys.lease_key(attempt))
+        store.delete(keys.condemned_key(attempt))
+    return swept

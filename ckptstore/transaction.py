@@ -1,0 +1,387 @@
+"""Transaction: begin → write* → commit | abort. The whole commit protocol is in this file (docs/format.md section 6).
+
+    begin   lease (naming what we may refer to) → look whether that is still there
+    write   chunks, then the record index; every put has returned before the next step
+    commit  renew the lease → put the manifest if absent → look once more → remove the lease
+
+Until the manifest exists nothing has happened; once it exists everything has (P1).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ckptstore import keys
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    DeadlineError,
+    EpochExistsError,
+    InvalidRecordError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OutcomeUnknownError,
+    RetriesExhaustedError,
+    StoreError,
+    StoreFullError,
+    TransactionError,
+    TransientError,
+)
+from ckptstore.lease import LAPSE, HeldLease, is_condemned, read_leases, seems_dead
+from ckptstore.manifest import Manifest, RecordEntry, check_record_name, encode_manifest
+from ckptstore.pipeline import Meter
+from ckptstore.reader import missing_chunks
+from ckptstore.sweep import delete_commits, remove_attempt
+from ckptstore.tree import FlatState, flatten
+from ckptstore.writer import Known, RecordWriter, Tally, adopt
+
+log = logging.getLogger("ckptstore")
+
+_NO_ANSWER = (TransientError, RetriesExhaustedError, DeadlineError)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a transaction is to save, decided before anything is written."""
+
+    epoch: int
+    metadata: Any  # skeleton
+    replace: bool
+    chunk_size: int
+    codec: str
+    repository: str
+
+
+class Transaction:
+    """One attempt to write a checkpoint. Use it as a context manager; made by ``Repository.begin``.
+
+    Leaving the ``with`` block commits; an exception aborts, and every earlier epoch is as it was. Not for
+    use by several threads at once.
+    """
+
+    def __init__(self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter | None = None) -> None:
+        self._catalog = catalog
+        self._store = catalog.store
+        self._plan = plan
+        self._on_commit = on_commit
+        self._entries: dict[str, RecordEntry] = {}
+        self._state = "open"
+        self._generation = self._next_generation()
+        self._attempt = keys.new_attempt()
+        self._base: Manifest | None = None
+        self._adopted: tuple[str, ...] = ()
+        self._lease = HeldLease(self._store, self._attempt, plan.epoch)
+        try:
+            known = self._claim()
+            self._lease.start()
+        except Exception as error:
+            self._give_up(error)
+            raise
+        count = (lambda nbytes: None) if meter is None else meter.add
+        self._writer = RecordWriter(
+            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, meter=count
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this transaction saves."""
+        return self._plan.epoch
+
+    @property
+    def tally(self) -> Tally:
+        """Bytes of the state, bytes reused and bytes sent so far."""
+        return self._writer.tally
+
+    # ---- writing -------------------------------------------------------------------------------------------
+
+    def write(self, name: str, state: object) -> None:
+        """Write one record: any nesting of dicts, lists, tuples, plain values and arrays.
+
+        Raises:
+            InvalidRecordError: the name is bad or taken, something in ``state`` cannot be stored exactly (nothing
+                of it was written), or its structure changed while it was being saved.
+            StoreError: the store failed; the transaction can only be aborted.
+            TransactionError: the transaction is closed.
+        """
+        self._check_open(name)
+        self.write_flat(name, state, flatten(state, name))
+
+    def write_flat(self, name: str, state: object, flat: FlatState) -> None:
+        """Write a record whose ``state`` was flattened before, and prove that it kept its structure."""
+        self._check_open(name)
+        self._run(name, lambda: self._writer.write_state(name, flat))
+        again = flatten(state, name)
+        if again.skeleton != flat.skeleton or [a.spec for a in again.arrays] != [a.spec for a in flat.arrays]:
+            self._state = "failed"
+            raise InvalidRecordError(
+                f"record {name!r} changed its structure while it was being saved: nothing was committed. "
+                "Do not change a state from another thread during a save, or copy it first",
+                epoch=self.epoch,
+            )
+
+    def write_file(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write one record from a file: the bytes of any file of any trainer.
+
+        Raises:
+            NotFoundError: no such file.
+            InvalidRecordError: it cannot be read, or it changed while it was being saved.
+            StoreError, TransactionError: as ``write``.
+        """
+        self._check_open(name)
+        self._run(name, lambda: self._writer.write_file(name, Path(path)))
+
+    def _run(self, name: str, write: Any) -> None:
+        try:
+            self._entries[name] = write()
+        except BaseException:
+            self._state = "failed"
+            raise
+
+    def _check_open(self, name: str) -> None:
+        if self._state != "open":
+            raise TransactionError(
+                f"this transaction is {self._state}: begin a new one to save epoch {self.epoch}", epoch=self.epoch
+            )
+        check_record_name(name)
+        if name in self._entries:
+            raise InvalidRecordError(f"record {name!r} was already written in this transaction", epoch=self.epoch)
+
+    # ---- begin ---------------------------------------------------------------------------------------------
+
+    def _next_generation(self) -> int:
+        commits = self._catalog.committed(self._plan.epoch)
+        if commits and not self._plan.replace:
+            raise _exists(self._plan.epoch, commits[-1].key)
+        return commits[-1].generation + 1 if commits else 1
+
+    def _claim(self) -> Known:
+        """Put the lease, then look at the flags of what it names, and learn only from what has none."""
+        known = Known()
+        base, _ = self._catalog.newest_intact(without=self._plan.epoch)
+        candidates = [
+            s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch
+        ]
+        uses = base.attempts if base is not None else ()
+        now = self._lease.claim(base.key if base else None, uses)
+        dead = tuple(s.attempt for s in candidates if seems_dead(s, now))
+        if dead:
+            self._lease.claim(base.key if base else None, (*uses, *dead))
+        if base is not None and self._catalog.exists(base):
+            self._base = base
+            for entry in base.records:
+                known.learn(self._catalog.index(entry))
+        self._adopted = tuple(attempt for attempt in dead if not is_condemned(self._store, attempt))
+        for attempt in self._adopted:
+            adopt(self._store, attempt, known)
+        return known
+
+    # ---- commit --------------------------------------------------------------------------------------------
+
+    def commit(self) -> Any:
+        """Make the checkpoint exist, durably. Returns it.
+
+        Raises:
+            EpochExistsError: another writer committed this epoch first.
+            TransactionError: closed, empty, or swept away because it was silent for too long; nothing was committed.
+            OutcomeUnknownError: the answer to the commit was lost and could not be read back.
+            StoreError: nothing was committed.
+        """
+        if self._state != "open":
+            raise TransactionError(f"this transaction is {self._state} and cannot be committed", epoch=self.epoch)
+        if not self._entries:
+            raise TransactionError(f"epoch {self.epoch} has no records: write at least one", epoch=self.epoch)
+        manifest = self._manifest()
+        data = encode_manifest(manifest)
+        self._state = "failed"  # until proven otherwise
+        self._lease.renew()
+        if self._lease.lapsed:
+            self._prove_objects(manifest)
+        self._put_manifest(manifest, data)
+        self._look_once_more(manifest)
+        self._state = "committed"
+        self._after_commit()
+        return self._on_commit(manifest, self.tally)
+
+    def _manifest(self) -> Manifest:
+        entries = tuple(self._entries.values())
+        attempts = {entry.attempt for entry in entries}
+        attempts.update(chunk.attempt for chunk in self._writer.referenced.values())
+        return Manifest(
+            repository=self._plan.repository,
+            epoch=self.epoch,
+            generation=self._generation,
+            attempt=self._attempt,
+            base=self._base.key if self._base is not None else None,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            writer=writer_version(),
+            metadata=self._plan.metadata,
+            records=entries,
+            attempts=tuple(sorted(attempts)),
+            bytes_state=self.tally.bytes_state,
+            bytes_sent=self.tally.bytes_sent,
+            bytes_reused=self.tally.bytes_reused,
+        )
+
+    def _put_manifest(self, manifest: Manifest, data: bytes) -> None:
+        """The commit. "Exists" is read back by the store, so that our own earlier try is not a stranger's."""
+        try:
+            self._store.put(manifest.key, data, if_absent=True)
+        except ObjectExistsError as error:
+            raise _exists(self.epoch, manifest.key) from error
+        except _NO_ANSWER as error:
+            self._settle(manifest, error)
+
+    def _settle(self, manifest: Manifest, error: StoreError) -> None:
+        """No answer to the commit: it has happened exactly if the manifest is there and ours."""
+        try:
+            found = self._catalog.manifest(Committed(manifest.epoch, manifest.generation))
+        except ObjectNotFoundError:
+            raise error from error.__cause__
+        except (StoreError, CorruptionError) as again:
+            self._state = "unsettled"
+            raise OutcomeUnknownError(
+                f"the answer to the commit of epoch {self.epoch} was lost and {manifest.key} could not be read back "
+                f"({again}). Look whether the epoch is there before saving it again",
+                key=manifest.key,
+                epoch=self.epoch,
+            ) from error
+        if found.attempt != self._attempt:
+            raise _exists(self.epoch, manifest.key) from error
+        log.warning("the answer to the commit of epoch %d was lost; read back: it is committed", self.epoch)
+
+    def _look_once_more(self, manifest: Manifest) -> None:
+        """Withdraw the manifest if a sweeper or a newer generation came between our last look and the put."""
+        try:
+            error = self._too_late(manifest)
+            if error is not None:
+                self._store.delete(manifest.key)
+        except StoreError as failure:
+            self._state = "unsettled"
+            raise OutcomeUnknownError(
+                f"epoch {self.epoch} was committed, but the look that must follow failed ({failure}). "
+                "Look whether the epoch is there before saving it again",
+                key=manifest.key,
+                epoch=self.epoch,
+            ) from failure
+        if error is not None:
+            raise error
+
+    def _too_late(self, manifest: Manifest) -> CkptStoreError | None:
+        committed = self._store.info(manifest.key).modified
+        newest = self._catalog.committed(self.epoch)[-1]
+        if newest.generation > self._generation:
+            return _exists(self.epoch, newest.key)
+        try:
+            if is_condemned(self._store, self._attempt):
+                self._swept(keys.condemned_key(self._attempt))
+            if committed - self._lease.renewed > LAPSE:
+                self._prove_objects(manifest)
+        except TransactionError as error:
+            return error
+        return None
+
+    def _prove_objects(self, manifest: Manifest) -> None:
+        """The lease may have been taken for dead: prove that nothing of ours was, or is being, swept."""
+        base_used = self._base is not None and set(self._base.attempts) & set(manifest.attempts)
+        for attempt in (self._attempt, *self._adopted):
+            if is_condemned(self._store, attempt):
+                self._swept(keys.condemned_key(attempt))
+        if base_used and self._base is not None and not self._catalog.exists(self._base):
+            self._swept(self._base.key)
+        for problem in missing_chunks(self._store, self._writer.referenced.values()):
+            self._swept(problem.key)
+        for entry in manifest.records:
+            try:
+                self._store.info(entry.key)
+            except ObjectNotFoundError:
+                self._swept(entry.key)
+
+    def _swept(self, key: str) -> None:
+        raise TransactionError(
+            f"this save was silent for too long, and another process cleaned up what it needs ({key}). Save again",
+            key=key,
+            epoch=self.epoch,
+        )
+
+    def _after_commit(self) -> None:
+        """Tidy up. The checkpoint is durable: nothing that fails here may turn the save into a failure."""
+        try:
+            self._lease.release()
+            for attempt in self._adopted:
+                remove_attempt(self._catalog, attempt, f"epoch {self.epoch} is committed")
+            older = [c for c in self._catalog.committed(self.epoch) if c.generation < self._generation]
+            if older:
+                delete_commits(self._catalog, older, f"epoch {self.epoch} was replaced")
+        except (CkptStoreError, OSError) as error:
+            log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", self.epoch, error)
+
+    # ---- abort ---------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Give the attempt up and remove what it wrote. Every earlier epoch is as it was."""
+        if self._state in ("open", "failed"):
+            self._state = "aborted"
+            self._lease.stop()
+            remove_attempt(self._catalog, self._attempt, "its save was aborted")
+
+    def _give_up(self, error: BaseException) -> None:
+        """After a failure: clean up, or leave all for the next attempt to adopt; never hide ``error``.
+
+        A store that is failing is no place to delete from, and what was sent is worth keeping: the next save of
+        this epoch sends only what is missing. A full store is another matter: there the space counts.
+        """
+        if self._state in ("committed", "aborted"):
+            return
+        keep = isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
+        try:
+            if keep:
+                self._state = "aborted"
+                self._lease.abandon()
+            else:
+                self._state = "failed"
+                self.abort()
+        except (CkptStoreError, OSError) as second:
+            self._lease.stop()
+            log.warning("cleaning up after a failed save failed too and is left to gc: %s", second)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._state == "open":
+            try:
+                self.commit()
+            except BaseException as failure:
+                self._give_up(failure)
+                raise
+        elif error is not None:
+            self._give_up(error)
+        elif self._state == "failed":
+            failed = TransactionError(f"epoch {self.epoch} was not committed: a write failed before", epoch=self.epoch)
+            self._give_up(failed)
+            raise failed
+
+
+def _exists(epoch: int, key: str) -> EpochExistsError:
+    return EpochExistsError(
+        f"epoch {epoch} is already committed ({key}): save another epoch, or pass replace=True", key=key, epoch=epoch
+    )
+
+
+def writer_version() -> str:
+    """Name and version of this library, as manifests record it."""
+    try:
+        return f"ckptstore {version('ckptstore')}"
+    except PackageNotFoundError:
+        return "ckptstore"

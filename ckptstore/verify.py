@@ -1,0 +1,58 @@
+"""Verify: is every object of every epoch what it should be? Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.errors import CorruptionError, EpochNotFoundError
+from ckptstore.pipeline import Progress
+from ckptstore.reader import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class EpochHealth:
+    """The state of one committed epoch. ``bytes_state`` is what its arrays and files take before the codec."""
+
+    epoch: int
+    generation: int
+    bytes_state: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``Repository.verify`` found. ``deep`` tells whether every byte was read."""
+
+    epochs: tuple[EpochHealth, ...]
+    deep: bool
+
+    @property
+    def ok(self) -> bool:
+        return all(health.ok for health in self.epochs)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return tuple(problem for health in self.epochs for problem in health.problems)
+
+
+def verify(catalog: Catalog, epoch: int | None, *, deep: bool, progress: Progress | None) -> VerifyReport:
+    """Check one epoch, or all. Damage is reported, never raised; a store that fails raises StoreError."""
+    commits: Sequence[Committed] = catalog.committed(epoch)
+    if epoch is not None and not commits:
+        raise EpochNotFoundError(f"there is no epoch {epoch}", epoch=epoch)
+    health = []
+    for commit, manifest in catalog.manifests(commits):
+        if isinstance(manifest, CorruptionError):
+            problem = Problem(commit.key, manifest.message)
+            health.append(EpochHealth(commit.epoch, commit.generation, 0, (problem,)))
+            continue
+        problems = catalog.problems(manifest, deep=deep, progress=progress)
+        if not problems or catalog.exists(manifest):
+            health.append(EpochHealth(commit.epoch, commit.generation, manifest.bytes_state, tuple(problems)))
+    return VerifyReport(tuple(health), deep)

@@ -1,0 +1,103 @@
+"""Fixtures: real servers, started once per test process and only when a test asks for one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `import servers` under importlib mode
+
+import servers
+
+settings.register_profile("dev", deadline=None, max_examples=30)
+settings.register_profile(
+    "ci", deadline=None, max_examples=200, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket on a test server.
+
+    Attributes:
+        storage_options: for ``open_store``.
+        server: the process, None when the endpoint came from the environment.
+    """
+
+    scheme: str
+    name: str
+    endpoint: str
+    storage_options: dict[str, Any]
+    server: servers.Server | None
+
+    def prefix(self) -> str:
+        """A prefix that no other test uses."""
+        return f"test-{uuid.uuid4().hex[:12]}"
+
+    def url(self, prefix: str | None = None) -> str:
+        """URL of ``prefix`` in the bucket, by default of one that no other test uses."""
+        return f"{self.scheme}://{self.name}/{self.prefix() if prefix is None else prefix}"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Bucket]:
+    """A bucket on SeaweedFS, or on the server that ``CKPTSTORE_TEST_S3_*`` names (MinIO, say)."""
+    endpoint = os.environ.get("CKPTSTORE_TEST_S3_ENDPOINT")
+    if endpoint:
+        key, secret = os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"]
+        yield _s3_bucket(endpoint, key, secret, os.environ.get("CKPTSTORE_TEST_S3_BUCKET"), None)
+        return
+    server = servers.seaweedfs()
+    yield _s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_no_conditions() -> Iterator[Bucket]:
+    """A bucket on a server that accepts conditional puts and ignores the condition."""
+    server = servers.rclone_s3()
+    yield _s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[Bucket]:
+    """A bucket on fake-gcs-server, a new one or the one that ``CKPTSTORE_TEST_GCS_ENDPOINT`` names."""
+    endpoint = os.environ.get("CKPTSTORE_TEST_GCS_ENDPOINT")
+    server = None if endpoint else servers.fake_gcs()
+    yield _gcs_bucket(endpoint or server.endpoint, server)  # type: ignore[union-attr]
+    if server is not None:
+        server.stop()
+
+
+def _s3_bucket(endpoint: str, key: str, secret: str, name: str | None, server: servers.Server | None) -> Bucket:
+    import s3fs
+
+    options = {"key": key, "secret": secret, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}
+    name = name or f"ckptstore-{uuid.uuid4().hex[:12]}"
+    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    try:
+        fs.call_s3("create_bucket", Bucket=name)
+    except FileExistsError:
+        pass  # ours already, or of an earlier run
+    return Bucket("s3", name, endpoint, options, server)
+
+
+def _gcs_bucket(endpoint: str, server: servers.Server | None) -> Bucket:
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    from gcsfs.core import GCSFileSystem
+
+    options = {"token": "anon", "endpoint_url": endpoint, "project": "test"}
+    name = f"ckptstore-{uuid.uuid4().hex[:12]}"
+    fs = GCSFileSystem(**options, skip_instance_cache=True)
+    fs.call("POST", "b/", json={"name": name}, project="test")
+    return Bucket("gs", name, endpoint, options, server)
