@@ -54,7 +54,7 @@ def report(nbytes: int) -> None:
     key = "benchmark"
     print(f"{'data':16} {'method':8} {'width':>5} {'ratio':>9} {'encode':>8} {'decode':>8}   MB/s")
     for name, array, item_size in datasets(nbytes):
-        raw = memoryview(np.ascontiguousarray(array)).cast("B")
+        raw = np.ascontiguousarray(array).data.cast("B")
         source = np.frombuffer(raw, np.uint8)
         out = np.zeros(len(raw), np.uint8)
         copy = speed(len(raw), np.copyto, out, source)

@@ -140,7 +140,7 @@ class _NumpySource(ArraySource):
         self.spec = _spec("numpy", name, array.shape)
         if array.nbytes:
             steps = None if array.flags.c_contiguous else _steps(array.shape, array.strides)
-            self.identity = (self.spec, array.ctypes.data, steps)
+            self.identity = ("numpy", name, array.shape, steps, array.__array_interface__["data"][0])
         else:
             # Empty arrays have no memory of their own, so only the very same object is an alias.
             self.identity = ("object", id(array))
@@ -169,7 +169,8 @@ class _TorchSource(ArraySource):
         if tensor.numel():
             steps = None if tensor.is_contiguous() else _steps(shape, tensor.stride())
             # A lazily conjugated or negated view is the same memory but not the same values.
-            self.identity = (self.spec, tensor.data_ptr(), tensor.device, steps, tensor.is_conj(), tensor.is_neg())
+            place = (tensor.device, tensor.data_ptr())
+            self.identity = ("torch", self.spec.dtype, shape, steps, *place, tensor.is_conj(), tensor.is_neg())
         else:
             self.identity = ("object", id(tensor))
 

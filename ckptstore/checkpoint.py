@@ -18,6 +18,7 @@ from ckptstore.errors import (
     AccessError,
     CorruptionError,
     EpochNotFoundError,
+    FormatError,
     InvalidArgumentError,
     RecordNotFoundError,
     StoreError,
@@ -235,6 +236,8 @@ class _Load:
         self._into = into
         self._existing = match_into(skeleton, specs, into, index.name) if into is not None else {}
         self._numbers = sorted(leaf_paths(skeleton))
+        if self._numbers and self._numbers[-1] >= len(specs):
+            raise FormatError(f"record {index.name!r} refers to an array that it does not list")
         self.nbytes = sum(specs[number].nbytes for number in self._numbers)
 
     def run(self, catalog: Catalog, meter: Meter) -> Any:

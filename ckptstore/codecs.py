@@ -84,7 +84,7 @@ class _Tools(threading.local):
         self._scratch: _Array = np.empty(0, np.uint8)
 
     def take(self, size: int) -> _Array:
-        """Uninitialised room of at least ``size`` bytes; nobody else on this thread, as a signal handler, gets it too."""
+        """Uninitialised room of at least ``size`` bytes, for one user: a signal handler may save on this thread too."""
         scratch, self._scratch = self._scratch, np.empty(0, np.uint8)
         return scratch if scratch.size >= size else np.empty(size, np.uint8)
 
@@ -186,14 +186,25 @@ def _encode_planes(raw: _Array, item_size: int, coders: list[_Coders]) -> bytes 
             # A strided copy for each plane is as fast as any transposition in NumPy, for every width.
             plane = scratch[i * length : (i + 1) * length]
             np.copyto(plane, rows[:, i])
-        packed = min((coder.compress(plane.data) for coder in candidates), key=len, default=None)
-        shrunk = packed is not None and len(packed) < length
-        parts.append(packed if packed is not None and shrunk else plane.data)
-        table += _ENTRY.pack(_ZSTD if shrunk else _KEEP, len(parts[-1]))
+        part = _encode_plane(plane, candidates, overwrite=item_size > 1)
+        parts.append(plane.data if part is None else part)
+        table += _ENTRY.pack(_KEEP if part is None else _ZSTD, len(parts[-1]))
     parts.append(raw[length * item_size :].data)
     frame = _join(_PLANES, item_size, raw.size, parts) if sum(map(len, parts)) < raw.size else None
     _tools.give_back(scratch)
     return frame
+
+
+def _encode_plane(plane: _Array, candidates: _Coders, *, overwrite: bool) -> Bytes | None:
+    """The shortest coded form of a plane, or None where none is shorter than the plane."""
+    packed = min((coder.compress(plane.data) for coder in candidates), key=len, default=None)
+    if packed is None or len(packed) >= plane.size:
+        return None
+    if not overwrite:
+        return packed
+    # Into the room of the plane, so that no more than one coded plane ever lies beside the scratch.
+    np.copyto(plane[: len(packed)], np.frombuffer(packed, np.uint8))
+    return plane[: len(packed)].data
 
 
 def _join(codec: int, item_size: int, raw_length: int, parts: list[Bytes]) -> bytes:

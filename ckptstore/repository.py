@@ -122,7 +122,7 @@ class Repository:
         states = {check_record_name(name): state for name, state in list(records.items())}
         flats = {name: flatten(state, name) for name, state in states.items()}
         total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
-        with self.begin(epoch, metadata, replace, Meter(progress, total)) as txn:
+        with self._begin(epoch, metadata, replace, Meter(progress, total)) as txn:
             for name, state in states.items():
                 txn.write_flat(name, state, flats[name])
             checkpoint: Checkpoint = txn.commit()
@@ -133,7 +133,6 @@ class Repository:
         epoch: int,
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
-        meter: Meter | None = None,
     ) -> Transaction:
         """Begin a checkpoint that is written record by record.
 
@@ -142,6 +141,11 @@ class Repository:
         Raises:
             EpochExistsError, InvalidArgumentError, InvalidRecordError, StoreError: before anything was committed.
         """
+        return self._begin(epoch, metadata, replace, None)
+
+    def _begin(
+        self, epoch: int, metadata: Mapping[str, Any] | None, replace: bool, meter: Meter | None
+    ) -> Transaction:
         number = check_epoch(epoch)
         skeleton = _check_metadata(metadata)
         self._prepare_to_write()

@@ -10,6 +10,7 @@ import base64
 import binascii
 import fnmatch
 import re
+import reprlib
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
@@ -204,7 +205,7 @@ def decode_key(node: object, depth: int = 0) -> Any:
 
 def _require(condition: bool, found: object) -> None:
     if not condition:
-        raise FormatError(f"malformed node in a record, near {str(found)[:80]!r}")
+        raise FormatError(f"malformed node in a record, near {reprlib.repr(found)[:80]}")
 
 
 def _decode_atom(node: Any) -> object:

@@ -2,7 +2,8 @@
 
 Everything here comes from the package registries (see the ``test`` extra): SeaweedFS as the S3
 server, fake-gcs-server for Google Cloud Storage, and rclone as an S3 server that accepts and
-ignores conditional headers. A missing program is an error, never a skip.
+ignores conditional headers. A missing program is an error, never a skip. :class:`ScriptedServer` stands before
+a real server, or alone, and misbehaves as told.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import http.client
+import http.server
 import importlib.util
 import json
 import os
@@ -20,12 +23,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 KEY, SECRET = "testkey", "testsecret123"
 READY_SECONDS = 60.0
@@ -199,3 +205,122 @@ def _binaries(root: Path) -> Iterator[Path]:
     machine = {"x86_64": "amd64", "aarch64": "arm64", "arm64": "arm64"}.get(os.uname().machine, os.uname().machine)
     system = "darwin" if sys.platform == "darwin" else "linux"
     return iter(sorted(root.glob(f"vendor/*/bin/*{system}-{machine}")))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as a :class:`ScriptedServer` saw it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]  # names in lower case
+    body: bytes = field(repr=False)
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.path).query, keep_blank_values=True))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What to answer.
+
+    Attributes:
+        announce: a Content-Length that is not the real one.
+        close: close the connection instead of answering.
+        forward: hand the request to the real server first (and throw its answer away).
+        hang: keep silent until the server is stopped.
+    """
+
+    status: int = 200
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    announce: int | None = None
+    close: bool = False
+    forward: bool = False
+    hang: bool = False
+
+
+def s3_error(status: int, code: str, extra: str = "", **more: Any) -> Reply:
+    """An S3 error document."""
+    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>said so</Message>{extra}</Error>'
+    return Reply(status, body.encode(), {"Content-Type": "application/xml"}, **more)
+
+
+class ScriptedServer:
+    """An HTTP server that answers as a function says, and passes on what the function gives None for.
+
+    Args:
+        script: called with each request, in the thread that serves it.
+        upstream: endpoint of the real server behind it.
+    """
+
+    def __init__(self, script: Callable[[Request], Reply | None], upstream: str | None = None) -> None:
+        self.script = script
+        self.requests: list[Request] = []
+        self._upstream = upstream
+        self._stopped = threading.Event()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def _serve(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                request = Request(self.command, self.path, headers, self.rfile.read(length))
+                outer.requests.append(request)
+                outer._answer(self, request)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+
+    def __enter__(self) -> ScriptedServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, handler: http.server.BaseHTTPRequestHandler, request: Request) -> None:
+        reply = self.script(request)
+        if reply is None or reply.forward:
+            real = self._forward(request)
+            reply = real if reply is None else reply
+        if reply.hang:
+            self._stopped.wait(120)
+        if reply.close or reply.hang:
+            handler.close_connection = True
+            return
+        length = len(reply.body) if reply.announce is None else reply.announce
+        handler.send_response_only(reply.status)
+        for name, value in {"Content-Length": str(length), **reply.headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        if request.method != "HEAD":
+            handler.wfile.write(reply.body)
+        if length > len(reply.body):
+            handler.close_connection = True
+
+    def _forward(self, request: Request) -> Reply:
+        assert self._upstream is not None, f"no answer is scripted for {request}"
+        connection = http.client.HTTPConnection(self._upstream.removeprefix("http://"), timeout=60)
+        try:
+            # The Host header stays: it is signed.
+            connection.request(request.method, request.path, request.body, request.headers)
+            answer = connection.getresponse()
+            skip = ("connection", "transfer-encoding", "date")
+            headers = {name: value for name, value in answer.getheaders() if name.lower() not in skip}
+            return Reply(answer.status, answer.read(), headers)
+        finally:
+            connection.close()

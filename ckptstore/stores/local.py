@@ -75,7 +75,7 @@ _ADVICE: dict[int, str] = {
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
-_TRIES = 64
+_TRIES = 32
 
 
 class LocalStore(Store):
@@ -174,11 +174,19 @@ class LocalStore(Store):
     def _locate(self, key: str) -> tuple[str, str]:
         """Folder and file name of a key, after a look that no symbolic link leads out of the root."""
         inner, _, name = key.rpartition("/")
-        folder = os.path.join(self._root, inner) if inner else self._root
+        if not inner:
+            return self._root, name
+        folder = os.path.join(self._root, inner)
         if folder not in self._inside:
-            real = os.path.realpath(self._root)
-            if os.path.realpath(folder) != (os.path.join(real, inner) if inner else real):
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
+            path = self._root
+            for part in inner.split("/"):
+                path = os.path.join(path, part)
+                try:
+                    facts = os.lstat(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    return folder, name  # what the verb itself is about to meet
+                if stat.S_ISLNK(facts.st_mode):
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
             self._inside.add(folder)
         return folder, name
 

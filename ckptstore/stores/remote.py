@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from ckptstore.errors import (
     AccessError,
+    CkptStoreError,
     InvalidArgumentError,
     NotFoundError,
     ObjectExistsError,
@@ -30,7 +31,14 @@ from ckptstore.errors import (
 from ckptstore.keys import check_key
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.remote_backends import PAGE, Backend, GCSBackend, Page, S3Backend, Upload
-from ckptstore.stores.remote_errors import CredentialsExpired, Missing, PreconditionRefused, RangeRefused, translate
+from ckptstore.stores.remote_errors import (
+    CredentialsExpired,
+    Missing,
+    PreconditionRefused,
+    RangeRefused,
+    chain,
+    translate,
+)
 
 _BACKENDS: dict[str, type[Backend]] = {"s3": S3Backend, "gs": GCSBackend}
 _FRESH_SECONDS = 60.0
@@ -135,10 +143,9 @@ class RemoteStore(Store):
         check_key(key)
         try:
             self._call("delete", key, lambda fs: self._backend.delete(fs, self._root + key))
-        except Missing as error:
-            reason = self._absent(key)
-            if isinstance(reason, RepositoryNotFoundError):
-                raise reason from error
+        except Missing:
+            with suppress(AccessError):  # where listing is not allowed, the reply itself has to do
+                self._page(self._root, None, 1)  # raises where the whole bucket is missing
 
     def close(self) -> None:
         fs, pid, _ = self._opened
@@ -150,11 +157,11 @@ class RemoteStore(Store):
 
     def _send(self, key: str, data: Body, *, create: bool) -> None:
         name = self._root + key
-        body = self._backend.upload(name, data)
-        try:
-            self._call("put", key, lambda fs: self._backend.put(fs, name, body, create), body)
-        except Missing as error:
-            raise RepositoryNotFoundError(str(error), key=key) from error
+        with self._backend.upload(name, data) as body:
+            try:
+                self._call("put", key, lambda fs: self._backend.put(fs, name, body, create), body)
+            except Missing as error:
+                raise RepositoryNotFoundError(str(error), key=key) from error
 
     def _emulated_create(self, key: str, data: Body) -> None:
         try:
@@ -211,12 +218,17 @@ class RemoteStore(Store):
         except MemoryError:
             raise
         except Exception as error:
-            ours = translate(error, action, key, self._place)
-            if isinstance(ours, CredentialsExpired) and time.monotonic() - born > _FRESH_SECONDS:
-                if self._opened[2] == born:  # else another thread was faster
-                    self._opened = self._open()  # reads the credentials again
-                ours = TransientError(str(ours), key=key)
-            raise ours from error
+            raise self._translated(error, action, key, born) from error
+
+    def _translated(self, error: Exception, action: str, key: str | None, born: float) -> CkptStoreError:
+        ours = translate(error, action, key, self._place)
+        if type(ours) is not StoreError:  # of what is not understood the traceback is needed
+            _release(error)
+        if isinstance(ours, CredentialsExpired) and time.monotonic() - born > _FRESH_SECONDS:
+            if self._opened[2] == born:  # else another thread was faster
+                self._opened = self._open()  # reads the credentials again
+            return TransientError(str(ours), key=key)
+        return ours
 
     def _current(self) -> tuple[Any, int, float]:
         opened = self._opened
@@ -238,9 +250,7 @@ class RemoteStore(Store):
             raise translate(error, "open", None, self._place) from None
 
 
-def _run(
-    step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, body: Upload | None, stall: float
-) -> T:
+def _run(step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, body: Upload | None, stall: float) -> T:
     """Run a request on the library's loop and wait for it; give up when its upload stands still."""
     future = asyncio.run_coroutine_threadsafe(step, loop)
     pause = None if body is None else min(1.0, stall / 4)
@@ -253,3 +263,15 @@ def _run(
     except BaseException:
         future.cancel()  # also on Ctrl-C: the server forgets an upload whose connection is dropped
         raise
+    finally:
+        del future  # it holds the exception, whose traceback holds this frame
+
+
+def _release(error: BaseException) -> None:
+    """Let go of the frames of a failed request.
+
+    The libraries keep exceptions in local variables, so those frames are reference cycles: without this, the body
+    of a failed put, and everything its caller holds, would stay in memory until the garbage collector runs.
+    """
+    for link in chain(error, contexts=True):
+        link.__traceback__ = None

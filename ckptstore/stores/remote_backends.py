@@ -319,4 +319,3 @@ def _range(start: int, end: int | None) -> str:
 def _check_length(data: bytes, announced: object, name: str) -> None:
     if announced is not None and len(data) != int(str(announced)):
         raise TransientError(f"the body of {name!r} ended after {len(data)} of {announced} bytes")
-

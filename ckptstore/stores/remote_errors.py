@@ -101,7 +101,8 @@ S3_CODES: dict[str, Verdict] = _table(
             "AccessDenied AccessForbidden Forbidden AccountProblem AllAccessDisabled InvalidAccessKeyId "
             "InvalidSecurity InvalidPayer NotSignedUp SignatureDoesNotMatch InvalidToken InvalidClientTokenId "
             "InvalidSignatureException UnrecognizedClientException CredentialsNotSupported "
-            "MissingSecurityHeader MissingAuthenticationToken KMS.DisabledException KMS.NotFoundException KMS.AccessDeniedException"
+            "MissingSecurityHeader MissingAuthenticationToken KMS.DisabledException "
+            "KMS.NotFoundException KMS.AccessDeniedException"
         ),
         EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
         CLOCK: "RequestTimeTooSkewed",
@@ -227,10 +228,10 @@ def judge(error: BaseException) -> tuple[Verdict, str]:
     response = _response(error)
     if response is not None:
         return _judge_s3(response)
-    if any(isinstance(link, ssl.SSLCertVerificationError) for link in _chain(error, contexts=True)):
+    if any(isinstance(link, ssl.SSLCertVerificationError) for link in chain(error, contexts=True)):
         return CERTIFICATE, _said(error)
     verdict = _judge_gcs(error)
-    for link in _chain(error):
+    for link in chain(error):
         verdict = verdict or _judge_class(link)
     return verdict or UNKNOWN, _said(error)
 
@@ -270,14 +271,15 @@ def _judge_class(error: BaseException) -> Verdict | None:
 
 def _response(error: BaseException) -> Mapping[str, Any] | None:
     """The parsed S3 reply that the exception, or one that it was raised from, carries."""
-    for link in _chain(error):
+    for link in chain(error):
         response = getattr(link, "response", None)
         if isinstance(response, Mapping):
             return response
     return None
 
 
-def _chain(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
+def chain(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
+    """The exception, what it was raised from, and so on; with ``contexts`` also what was being handled."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -205,6 +205,9 @@ class FaultStore(Store):
     def close(self) -> None:
         self._inner.close()
 
+    def __enter__(self) -> FaultStore:
+        return self
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

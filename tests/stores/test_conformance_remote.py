@@ -52,6 +52,9 @@ class TestWithoutConditions(_Remote):
 
     conditional_put = False
     many = 30
+    # rclone keeps objects as files: it answers 500 where a name is a folder or where a folder goes away.
+    test_delete = None  # type: ignore[assignment]
+    test_folders_come_and_go = None  # type: ignore[assignment]
 
     @pytest.fixture(autouse=True)
     def _server(self, s3_no_conditions: Any) -> None:

@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptstore import codecs
 from ckptstore.codecs import HEADER_SIZE, MAX_RAW, decode, encode, raw_length_of
-from ckptstore.errors import CkptStoreError, CorruptionError, FormatError, InvalidArgumentError
+from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError
 
 KEY = "attempts/a/chunks/d"
 SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
@@ -79,8 +80,8 @@ def entries(frame: bytes) -> list[tuple[int, int]]:
     return list(struct.iter_unpack("<BQ", frame[HEADER_SIZE : HEADER_SIZE + 9 * frame[6]])) if frame[5] else []
 
 
-def packed(data: bytes, **options: bool) -> bytes:
-    return zstandard.ZstdCompressor(**options).compress(data)
+def packed(data: bytes, *, write_content_size: bool = True) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=write_content_size).compress(data)
 
 
 def peak_of(work: Callable[[], object]) -> int:
@@ -141,8 +142,8 @@ def test_input_may_be_any_contiguous_buffer() -> None:
     array = weights(6000).reshape(60, 100)
     raw = array.tobytes()
     expected = encode(raw, 4)
-    assert encode(bytearray(raw), 4) == encode(memoryview(array), 4) == encode(memoryview(raw), 4) == expected
-    assert encode(memoryview(np.empty((0, 4), np.float32)), 4) == encode(b"", 4)
+    assert encode(bytearray(raw), 4) == encode(array.data, 4) == encode(memoryview(raw), 4) == expected
+    assert encode(np.empty((0, 4), np.float32).data, 4) == encode(b"", 4)
 
 
 def test_largest_chunk_is_a_whole_one() -> None:
@@ -184,7 +185,7 @@ def test_raw_frame_is_the_header_and_the_bytes() -> None:
 
 def test_planes_are_chosen_one_by_one() -> None:
     """Of fp32 weights the noisy mantissa planes stay raw and the exponents are coded: a sixth is saved."""
-    frame = encode(weights(1 << 20), 4)
+    frame = encode(weights(1 << 20).data, 4)
     assert [method for method, _ in entries(frame)] == [0, 0, 0, 1]
     assert len(frame) < 4 * (1 << 20) / 1.18
 
@@ -255,7 +256,7 @@ def test_unknown_item_size_is_refused(item_size: int) -> None:
 
 def test_unknown_mode_is_refused() -> None:
     """A misspelt mode is refused, and the message lists those that exist."""
-    with pytest.raises(InvalidArgumentError, match="'best'.*auto, raw, max"):
+    with pytest.raises(InvalidArgumentError, match=r"'best'.*auto, raw, max"):
         encode(b"abcd", 1, "best")
 
 
@@ -268,7 +269,7 @@ def test_encoding_takes_two_chunks_of_memory_at_most(item_size: int) -> None:
     data = weights(2 << 20).data
     with ThreadPoolExecutor(1) as fresh:
         peak = peak_of(lambda: fresh.submit(encode, data, item_size).result())
-    assert peak < 2.3 * data.nbytes
+    assert peak < 2.1 * data.nbytes
 
 
 def test_decoding_takes_one_plane_of_memory() -> None:
@@ -333,9 +334,9 @@ def test_out_may_have_any_shape_and_format() -> None:
     """Bytes go straight into an array of floats, or of no elements at all."""
     array = weights(6000).reshape(60, 100)
     target = np.zeros_like(array)
-    decode(encode(memoryview(array), 4), memoryview(target), array.nbytes, KEY)
+    decode(encode(array.data, 4), target.data, array.nbytes, KEY)
     np.testing.assert_array_equal(target, array)
-    decode(encode(b"", 4), memoryview(np.empty((0, 4), np.float32)), 0, KEY)
+    decode(encode(b"", 4), np.empty((0, 4), np.float32).data, 0, KEY)
 
 
 def test_out_of_wrong_kind_is_refused() -> None:
@@ -343,7 +344,7 @@ def test_out_of_wrong_kind_is_refused() -> None:
     frame = encode(bytes(100), 4)
     gaps = np.full(200, 7, np.uint8)
     short, long = bytearray(b"\x07" * 99), bytearray(b"\x07" * 101)
-    for out in (memoryview(short), memoryview(long), memoryview(bytes(100)), memoryview(gaps)[::2]):
+    for out in (memoryview(short), memoryview(long), memoryview(bytes(100)), gaps.data[::2]):
         with pytest.raises(InvalidArgumentError, match="100 bytes"):
             decode(frame, out, 100, KEY)
     assert set(short) == set(long) == set(gaps) == {7}
@@ -361,7 +362,7 @@ def good(request: pytest.FixtureRequest) -> tuple[bytes, bytes]:
     return data, frame
 
 
-def refuses(frame: Bytes, raw_length: int, match: str = "") -> None:
+def refuses(frame: Bytes, raw_length: int, match: str | None = None) -> None:
     """Decoding fails and names the object, with and without a buffer."""
     for out in (None, memoryview(bytearray(raw_length))):
         with pytest.raises(CorruptionError, match=match) as caught:
@@ -521,7 +522,7 @@ def test_the_lie_about_the_content_size_is_believed_at_first() -> None:
     "frame",
     [
         pytest.param(forge((2, packed(ZEROS)), (0, ZEROS)), id="unknown method"),
-        pytest.param(forge((0, ZEROS[1:]), (0, ZEROS)), id="raw plane too short"),
+        pytest.param(forge((1, packed(ZEROS)), (0, ZEROS[1:])), id="raw plane too short"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS + b"x")), id="raw plane too long"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS[1:]), tail=b"x", raw_length=2 * LENGTH), id="tail for plane"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS), raw_length=2 * LENGTH + 1), id="no tail"),
@@ -580,16 +581,14 @@ def test_damaged_payload_never_gives_short_data() -> None:
 
 
 @given(data=st.data())
-def test_arbitrary_bytes_raise_our_errors_only(data: st.DataObject) -> None:
-    """No input whatever makes the decoder fail with anything but our own errors."""
+def test_arbitrary_bytes_raise_corruption_only(data: st.DataObject) -> None:
+    """No input whatever makes the decoder fail with anything but a CorruptionError."""
     body = data.draw(st.binary(max_size=200))
     item_size = data.draw(st.sampled_from([1, 2, 4, 8]))
     raw_length = data.draw(st.integers(0, 400))
     for frame in (body, seal(1, item_size, raw_length, len(body)) + body):
-        try:
+        with suppress(CorruptionError):
             assert len(decode(frame, None, raw_length, KEY)) == raw_length
-        except CkptStoreError as error:
-            assert isinstance(error, CorruptionError) and error.key == KEY
 
 
 def test_raw_length_of_needs_a_whole_header() -> None:

@@ -1,0 +1,54 @@
+# Every target sets up .venv by itself; stamp files in it make the second run quick.
+#
+#   make test PYTHON=python3.12 PYTEST_ARGS="-n 0 -k crash"
+#
+# On Linux, PyPI's torch brings gigabytes of CUDA libraries along. The CPU build will do:
+#
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+PYTHON ?= python3
+WORKERS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL: # all installs go into one environment
+.PHONY: help demo test lint bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.core ## train, kill, resume, damage and repair on a temporary folder (DEMO_ARGS="--url URL")
+	$(BIN)/ckptstore demo $(DEMO_ARGS)
+
+test: $(VENV)/.test ## run all tests, against servers that they start themselves (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.test ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+
+bench: $(VENV)/.bench ## measure saving and restoring side by side with the alternatives (BENCH_ARGS=...)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/.cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ckptstore needs Python 3.10 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,306 @@
+"""RetryStore: finite, jittered, only for what may pass, and the error at the end tells the story."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import (
+    AccessError,
+    DeadlineError,
+    InvalidArgumentError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RepositoryNotFoundError,
+    RetriesExhaustedError,
+    StoreError,
+    StoreFullError,
+    TransientError,
+)
+from ckptstore.stores.base import ObjectInfo, Store
+from ckptstore.stores.local import LocalStore
+from ckptstore.stores.memory import MemoryStore
+from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
+from ckptstore.testing.faults import Fault, FaultStore
+
+VERBS: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put("a/1", b"body", if_absent=True),
+    "get": lambda store: store.get("a/1", 1, 3),
+    "info": lambda store: store.info("a/1").size,
+    "list": lambda store: [entry.key for entry in store.list("a/")],
+    "delete": lambda store: store.delete("a/1"),
+}
+RESULTS = {"put": None, "get": b"od", "info": 4, "list": ["a/1"], "delete": None}
+
+
+def full() -> MemoryStore:
+    store = MemoryStore()
+    store.put("a/1", b"body")
+    return store
+
+
+def fault(verb: str, error: BaseException, times: int | None = 1, **options: Any) -> Fault:
+    return Fault(verb, error=error, times=times, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def slept() -> list[float]:
+    """The waits that were asked for."""
+    return []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_transient_errors_pass(slept: list[float], verb: str, when: str) -> None:
+    """Every verb is tried again after a transient error, whether it took effect or not."""
+    with FaultStore(full(), [fault(verb, TransientError("reset"), times=7, when=when)]) as faulty:
+        store = RetryStore(faulty, RetryPolicy(attempts=8), sleep=slept.append)
+        assert VERBS[verb](store) == RESULTS[verb]
+        assert len(slept) == 7
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_attempts_are_finite(slept: list[float], verb: str) -> None:
+    """When the attempts are used up the error tells how many and how long, from the last one, errno kept."""
+    last = TransientError("connection reset", key="a/1", errno=errno.ECONNRESET)
+    faults = [fault(verb, TransientError("first"), times=3), fault(verb, last, times=None)]
+    with FaultStore(full(), faults) as faulty:
+        with pytest.raises(RetriesExhaustedError) as caught:
+            VERBS[verb](RetryStore(faulty, RetryPolicy(attempts=5), sleep=slept.append))
+        assert faulty.fired == (3, 2)
+    assert len(slept) == 4
+    assert caught.value.__cause__ is last
+    assert caught.value.errno == errno.ECONNRESET
+    assert caught.value.key == ("a/" if verb == "list" else "a/1")
+    assert re.search(r"after 5 attempts in \d+\.\d s.*connection reset", str(caught.value))
+
+
+def test_one_attempt(slept: list[float]) -> None:
+    """One attempt is no retry."""
+    faulty = FaultStore(full(), [fault("get", TransientError("once"))])
+    with pytest.raises(RetriesExhaustedError, match="after 1 attempts"):
+        RetryStore(faulty, RetryPolicy(attempts=1), sleep=slept.append).get("a/1")
+    assert slept == []
+
+
+def test_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait ends after the deadline, however many attempts are left."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def slow() -> TransientError:
+        now[0] += 10
+        return TransientError("slow")
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    faulty = FaultStore(full(), [Fault("get", error=slow, times=None)])
+    policy = RetryPolicy(attempts=1000, deadline=60, base=1, cap=5)
+    with pytest.raises(RetriesExhaustedError) as caught:
+        RetryStore(faulty, policy, sleep=sleep).get("a/1")
+    monkeypatch.undo()
+    assert 4 <= faulty.fired[0] <= 6
+    # An attempt that has begun is not cut off, so the last one may end later.
+    assert now[0] <= 1000 + 60 + 10
+    assert f"after {faulty.fired[0]} attempts in {now[0] - 1000:.1f} s" in str(caught.value)
+
+
+def test_waits_are_jittered_and_capped(slept: list[float]) -> None:
+    """Waits are drawn from 0 up to an exponential bound, so that many writers do not come back together."""
+    for _ in range(100):
+        faulty = FaultStore(full(), [fault("get", TransientError("x"), times=6)])
+        RetryStore(faulty, RetryPolicy(attempts=7, base=0.5, cap=4.0), sleep=slept.append).get("a/1")
+    for number, bound in enumerate((0.5, 1.0, 2.0, 4.0, 4.0, 4.0)):
+        waits = slept[number::6]
+        assert all(0 <= wait <= bound for wait in waits)
+        assert min(waits) < bound / 4
+        assert max(waits) > bound * 3 / 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AccessError("denied", errno=errno.EACCES),
+        StoreFullError("full"),
+        DeadlineError("late"),
+        StoreError("strange"),
+        ObjectNotFoundError("none"),
+        ObjectExistsError("taken"),
+        RepositoryNotFoundError("no bucket"),
+        InvalidArgumentError("bad"),
+        RetriesExhaustedError("inner budget"),
+        ValueError("a bug"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+        GeneratorExit(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_everything_else_passes_at_once(slept: list[float], error: BaseException) -> None:
+    """Permanent errors, bugs and interrupts pass after one attempt: the same object, not wrapped."""
+    for verb, act in VERBS.items():
+        with FaultStore(full(), [fault(verb, error)]) as faulty:
+            with pytest.raises(type(error)) as caught:
+                act(RetryStore(faulty, sleep=slept.append))
+            assert caught.value is error
+            assert error.__cause__ is None
+    assert slept == []
+
+
+def test_permanent_error_after_transient_ones(slept: list[float]) -> None:
+    """The first permanent error ends the retries."""
+    denied = AccessError("denied")
+    faulty = FaultStore(full(), [fault("get", TransientError("x"), times=2), fault("get", denied)])
+    with pytest.raises(AccessError) as caught:
+        RetryStore(faulty, sleep=slept.append).get("a/1")
+    assert caught.value is denied
+    assert len(slept) == 2
+
+
+def test_listing_is_retried_as_a_whole(slept: list[float]) -> None:
+    """A listing that breaks off in the middle is begun again: complete, without doubles."""
+
+    class Breaking(MemoryStore):
+        left = 2
+
+        def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
+            for number, entry in enumerate(super().list(prefix, partial=partial)):
+                if number == 5 and self.left:
+                    self.left -= 1
+                    raise TransientError("cut off")
+                yield entry
+
+    inner = Breaking()
+    for number in range(10):
+        inner.put(f"a/{number}", b"")
+    found = [entry.key for entry in RetryStore(inner, sleep=slept.append).list("a/")]
+    assert sorted(found) == [f"a/{number}" for number in range(10)]
+    assert len(slept) == 2
+
+
+def test_retried_body_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]) -> None:
+    """A put whose third write fails twice begins again at its first byte."""
+    real, calls = os.write, [0]
+
+    def write(handle: int, data: memoryview) -> int:
+        calls[0] += 1
+        if calls[0] in (3, 6):
+            raise OSError(errno.EIO, "input/output error")
+        return real(handle, data[:1000])
+
+    monkeypatch.setattr(os, "write", write)
+    store = RetryStore(LocalStore(tmp_path), sleep=slept.append)
+    data = bytes(range(250)) * 20
+    store.put("a/1", memoryview(data), if_absent=True)
+    assert store.get("a/1") == data
+    assert len(slept) == 2
+    assert os.listdir(tmp_path / "a") == ["1"]
+
+
+@pytest.mark.parametrize("function", ["open", "write", "fsync", "link", "pread", "lstat", "scandir", "unlink"])
+def test_stale_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float], function: str) -> None:
+    """A stale handle anywhere is met by opening the file again by its name."""
+    real, left = getattr(os, function), [1]
+
+    def stale(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, function, stale)
+    store = RetryStore(LocalStore(tmp_path), sleep=slept.append)
+    for verb, act in VERBS.items():
+        assert act(store) == RESULTS[verb]
+    assert left == [0]
+    # The scratch name that could not be removed at the end of the put is nobody's failure.
+    assert len(slept) == (0 if function == "unlink" else 1)
+
+
+def test_on_retry(slept: list[float]) -> None:
+    """The hook hears of every failed attempt before the wait, in order, and not of the last."""
+    heard: list[RetryEvent] = []
+    error = TransientError("reset")
+    faulty = FaultStore(full(), [fault("get", error, times=None)])
+    store = RetryStore(faulty, RetryPolicy(attempts=3), sleep=slept.append, on_retry=heard.append)
+    with pytest.raises(RetriesExhaustedError):
+        store.get("a/1")
+    assert [event.wait for event in heard] == slept
+    assert [(event.verb, event.key, event.attempt, event.error) for event in heard] == [
+        ("get", "a/1", 1, error),
+        ("get", "a/1", 2, error),
+    ]
+
+
+@pytest.mark.kill
+def test_ctrl_c_ends_the_wait() -> None:
+    """Ctrl-C during a long wait ends the program at once."""
+    code = """
+import sys
+from ckptstore.errors import TransientError
+from ckptstore.stores.memory import MemoryStore
+from ckptstore.stores.retry import RetryPolicy, RetryStore
+class Down(MemoryStore):
+    def get(self, key, start=0, end=None):
+        raise TransientError("down")
+import random
+random.uniform = lambda low, high: high
+store = RetryStore(Down(), RetryPolicy(deadline=1e6, base=1e5, cap=1e5), on_retry=lambda _: print("wait", flush=True))
+try:
+    store.get("a")
+except KeyboardInterrupt:
+    print("stopped")
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "wait\n"
+        child.send_signal(signal.SIGINT)
+        output, _ = child.communicate(timeout=30)
+    assert output == "stopped\n"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attempts": 0},
+        {"attempts": -1},
+        {"attempts": 2.5},
+        {"attempts": True},
+        {"deadline": float("inf")},
+        {"deadline": float("nan")},
+        {"deadline": -1.0},
+        {"base": -0.1},
+        {"base": float("nan")},
+        {"cap": float("inf")},
+        {"cap": 0.01},
+        {"base": 60.0},
+    ],
+    ids=str,
+)
+def test_policy_that_makes_no_sense(options: dict[str, Any]) -> None:
+    """A budget that is endless or impossible is refused when it is made."""
+    with pytest.raises(InvalidArgumentError):
+        RetryPolicy(**options)
+
+
+def test_no_endless_retry_in_the_source() -> None:
+    """Every use of tenacity's retry machinery says when to stop."""
+    source = Path(__file__).parents[2] / "ckptstore"
+    uses = 0
+    for path in source.rglob("*.py"):
+        text = path.read_text()
+        for match in re.finditer(r"\b(Async)?Retrying\(|@(tenacity\.)?retry\b", text):
+            uses += 1
+            assert "stop=" in text[match.start() : match.start() + 120], path
+    assert uses == 1
