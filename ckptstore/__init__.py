@@ -1,8 +1,8 @@
 """ckptstore: an atomic checkpoint storage layer over object stores.
 
-    >>> repo = ckptstore.open("runs/demo")
-    >>> repo.save(7, {"model": {"w": weights}}, metadata={"loss": 0.31})
-    >>> state = repo.latest().load()
+>>> repo = ckptstore.open("runs/demo")
+>>> repo.save(7, {"model": {"w": weights}}, metadata={"loss": 0.31})
+>>> state = repo.latest().load()
 """
 
 from typing import TYPE_CHECKING

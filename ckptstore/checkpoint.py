@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,9 +25,9 @@ from ckptstore.errors import (
     StoreError,
     StoreFullError,
 )
-from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
+from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
 from ckptstore.pipeline import Meter, Pipeline, Progress
-from ckptstore.reader import fetch, load_arrays, read_chunk
+from ckptstore.reader import fetch_chunk, load_arrays, read_chunk
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
 
@@ -125,19 +126,13 @@ class Checkpoint:
             EpochNotFoundError: the epoch was deleted meanwhile.
         """
         entries = [self._entry(name)] if name is not None else list(self._manifest.records)
-        if name is None and into is not None:
-            if not isinstance(into, dict) or set(into) != {entry.name for entry in entries}:
-                raise InvalidArgumentError(f"into must be a dict with the records {[e.name for e in entries]}")
         with self._reading():
-            plans = [self._plan(entry, paths, into if name is not None or into is None else into[entry.name])
-                     for entry in entries]
-            if paths is not None:
-                plans = [plan for plan in plans if plan is not None]
-                if not plans:
-                    what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
-                    raise RecordNotFoundError(f"nothing in {what} matches {list(paths)}", epoch=self.epoch)
-            meter = Meter(progress, sum(plan.nbytes for plan in plans if plan is not None))
-            values = {plan.index.name: plan.run(self._catalog, meter) for plan in plans if plan is not None}
+            plans = self._plans(entries, paths, {name: into} if name is not None else into)
+            if not plans:
+                what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
+                raise RecordNotFoundError(f"nothing in {what} matches {list(paths or ())}", epoch=self.epoch)
+            meter = Meter(progress, sum(plan.nbytes for plan in plans))
+            values = {plan.index.name: plan.run(self._catalog, meter) for plan in plans}
         self._on_load(self.epoch)
         return values[name] if name is not None else values
 
@@ -152,7 +147,7 @@ class Checkpoint:
         """
         entry = self._entry(name)
         if entry.kind != "file":
-            raise InvalidArgumentError(f"record {name!r} holds a state, not a file: use load({name!r})", epoch=self.epoch)
+            raise InvalidArgumentError(f"record {name!r} is a state, not a file: use load({name!r})", epoch=self.epoch)
         with self._reading():
             index = self._catalog.index(entry)
             _write_aside(Path(path), lambda fd: self._copy(index, fd, progress))
@@ -165,7 +160,8 @@ class Checkpoint:
             skeleton = self._catalog.index(entry).skeleton
         found = skeleton.get("file") if entry.kind == "file" and isinstance(skeleton, dict) else None
         # From the store, so not to be trusted as a path.
-        return found if isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..") else name
+        safe = isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..")
+        return str(found) if safe else name
 
     def _entry(self, name: str) -> RecordEntry:
         entry = self._manifest.record(name)
@@ -174,6 +170,15 @@ class Checkpoint:
                 f"epoch {self.epoch} has no record {name!r}; it has {sorted(self.records)}", epoch=self.epoch
             )
         return entry
+
+    def _plans(self, entries: list[RecordEntry], paths: Sequence[str] | None, into: Any) -> list[_Load]:
+        names = [entry.name for entry in entries]
+        if into is None:
+            into = dict.fromkeys(names)
+        if not isinstance(into, dict) or sorted(into) != sorted(names):
+            raise InvalidArgumentError(f"into must be a dict with the records {names}", epoch=self.epoch)
+        plans = (self._plan(entry, paths, into[entry.name]) for entry in entries)
+        return [plan for plan in plans if plan is not None]
 
     def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
         index = self._catalog.index(entry)
@@ -193,22 +198,22 @@ class Checkpoint:
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
         store = self._catalog.store
+
+        def finish(frame: bytes, chunk: ChunkRef, span: Span, at: int) -> None:
+            raw = read_chunk(store, chunk, frame)[span.offset : span.offset + span.length]
+            done = 0
+            while done < len(raw):
+                done += os.pwrite(fd, raw[done:], at + done)
+            meter.add(span.length)
+
         offset = 0
         with Pipeline(store.traits.concurrency) as pipeline:
             for span in index.arrays[0].spans:
                 chunk = index.chunks[span.chunk]
-
-                def finish(frame: bytes, chunk: Any = chunk, span: Any = span, at: int = offset) -> None:
-                    raw = read_chunk(store, chunk, frame)[span.offset : span.offset + span.length]
-                    done = 0
-                    while done < len(raw):
-                        done += os.pwrite(fd, raw[done:], at + done)
-                    meter.add(span.length)
-
                 pipeline.submit(
                     chunk.raw_length,
-                    (pipeline.io, lambda _, c=chunk: fetch(store, c.key, c.stored_length)),
-                    (pipeline.cpu, finish),
+                    (pipeline.io, partial(fetch_chunk, store, chunk)),
+                    (pipeline.cpu, partial(finish, chunk=chunk, span=span, at=offset)),
                 )
                 offset += span.length
             pipeline.finish()
@@ -220,7 +225,8 @@ class Checkpoint:
             yield
         except CorruptionError as error:
             if not self._catalog.exists(self._manifest):
-                raise EpochNotFoundError(f"epoch {self.epoch} was deleted while it was being read", epoch=self.epoch) from error
+                message = f"epoch {self.epoch} was deleted while it was being read"
+                raise EpochNotFoundError(message, epoch=self.epoch) from error
             self._catalog.mark_damaged(self._manifest)
             error.epoch = self.epoch
             raise

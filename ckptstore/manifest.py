@@ -268,7 +268,7 @@ def _check_index(index: RecordIndex, key: str) -> None:
         for span in array.spans:
             _require(0 <= span.chunk < len(index.chunks), key, "chunk number")
             end = span.offset + span.length
-            _require(span.offset >= 0 and 0 < span.length, key, "span")
+            _require(span.offset >= 0 and span.length > 0, key, "span")
             _require(end <= index.chunks[span.chunk].raw_length, key, "span")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 WINDOW = 128 * 1024 * 1024
 
 Progress = Callable[[int, int], None]
+Stage = tuple[ThreadPoolExecutor, Callable[[Any], Any]]
 
 
 def cores() -> int:
@@ -57,7 +58,7 @@ class Pipeline:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def submit(self, nbytes: int, *stages: tuple[ThreadPoolExecutor, Callable[[Any], Any]]) -> Future[Any]:
+    def submit(self, nbytes: int, *stages: Stage) -> Future[Any]:
         """Run ``stages`` one after the other, each given the result of the one before (the first: None).
 
         Blocks while more than the window's bytes are in flight. One job larger than the window runs alone.
@@ -81,7 +82,7 @@ class Pipeline:
             self._in_flight -= self._jobs.pop(job)
             job.result()
 
-    def _start(self, done: Future[Any], stages: list[tuple[ThreadPoolExecutor, Callable[[Any], Any]]], value: Any) -> None:
+    def _start(self, done: Future[Any], stages: list[Stage], value: Any) -> None:
         pool, stage = stages.pop(0)
 
         def run() -> None:
@@ -94,7 +95,7 @@ class Pipeline:
                     self._start(done, stages, result)
                 else:
                     done.set_result(result)
-            except BaseException as error:  # handed to the thread that waits, whatever it is
+            except BaseException as error:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
                 done.set_exception(error)
 
         pool.submit(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ckptstore import keys
@@ -42,6 +43,11 @@ def fetch(store: Store, key: str, length: int) -> bytes:
     return data
 
 
+def fetch_chunk(store: Store, chunk: ChunkRef, _: object = None) -> bytes:
+    """The frame of a chunk, not yet verified. (The last argument lets it begin a pipeline.)"""
+    return fetch(store, chunk.key, chunk.stored_length)
+
+
 def read_index(store: Store, entry: RecordEntry) -> RecordIndex:
     """The verified index of a record."""
     return decode_index(fetch(store, entry.key, entry.stored_length), entry)
@@ -60,7 +66,7 @@ def read_chunk(store: Store, chunk: ChunkRef, frame: bytes, out: memoryview | No
     try:
         return decode_chunk(frame, chunk, out)
     except CorruptionError:
-        return decode_chunk(fetch(store, chunk.key, chunk.stored_length), chunk, out)
+        return decode_chunk(fetch_chunk(store, chunk), chunk, out)
 
 
 def load_arrays(
@@ -87,8 +93,8 @@ def load_arrays(
             chunk = index.chunks[number]
             pipeline.submit(
                 chunk.raw_length,
-                (pipeline.io, lambda _, c=chunk: fetch(store, c.key, c.stored_length)),
-                (pipeline.cpu, lambda frame, c=chunk, p=places: finish(frame, c, p)),
+                (pipeline.io, partial(fetch_chunk, store, chunk)),
+                (pipeline.cpu, partial(finish, chunk=chunk, places=places)),
             )
         pipeline.finish()
 
@@ -129,9 +135,9 @@ def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> li
     """Chunks whose bytes are wrong: every byte is read and checked."""
     problems: list[Problem] = []
 
-    def get(chunk: ChunkRef) -> bytes | None:
+    def get(chunk: ChunkRef, _: None) -> bytes | None:
         try:
-            return fetch(store, chunk.key, chunk.stored_length)
+            return fetch_chunk(store, chunk)
         except CorruptionError as error:
             problems.append(Problem(chunk.key, error.message))
             return None
@@ -148,8 +154,8 @@ def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> li
         for chunk in {chunk.key: chunk for chunk in chunks}.values():
             pipeline.submit(
                 chunk.raw_length,
-                (pipeline.io, lambda _, c=chunk: get(c)),
-                (pipeline.cpu, lambda frame, c=chunk: check(frame, c)),
+                (pipeline.io, partial(get, chunk)),
+                (pipeline.cpu, partial(check, chunk=chunk)),
             )
         pipeline.finish()
     return sorted(problems, key=lambda problem: problem.key)

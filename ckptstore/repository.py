@@ -25,6 +25,7 @@ from ckptstore.errors import (
     ObjectNotFoundError,
     RepositoryNotFoundError,
 )
+from ckptstore.lease import EXPIRY
 from ckptstore.manifest import (
     MAX_MARKER,
     Manifest,
@@ -35,7 +36,7 @@ from ckptstore.manifest import (
     encode_marker,
 )
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.retention import EXPIRY, GcReport, Policy, PruneReport
+from ckptstore.retention import GcReport, Policy, PruneReport
 from ckptstore.stores import RetryPolicy, Store, open_store, probe_conditional_put
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import delete_commits
@@ -117,7 +118,7 @@ class Repository:
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
-        if not isinstance(records, Mapping) or not records:
+        if not _is_mapping(records) or not records:
             raise InvalidRecordError("records must be a dict with at least one record, e.g. {'model': state}")
         states = {check_record_name(name): state for name, state in list(records.items())}
         flats = {name: flatten(state, name) for name, state in states.items()}
@@ -143,9 +144,7 @@ class Repository:
         """
         return self._begin(epoch, metadata, replace, None)
 
-    def _begin(
-        self, epoch: int, metadata: Mapping[str, Any] | None, replace: bool, meter: Meter | None
-    ) -> Transaction:
+    def _begin(self, epoch: int, metadata: Mapping[str, Any] | None, replace: bool, meter: Meter | None) -> Transaction:
         number = check_epoch(epoch)
         skeleton = _check_metadata(metadata)
         self._prepare_to_write()
@@ -176,7 +175,9 @@ class Repository:
             reasons = "; ".join(map(str, skipped))
             raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
         if self._read_marker() is None:
-            raise RepositoryNotFoundError(f"the repository at {self.url} has vanished: is the mount or bucket still there?")
+            raise RepositoryNotFoundError(
+                f"the repository at {self.url} has vanished: is the mount or bucket still there?"
+            )
         return None
 
     def checkpoint(self, epoch: int) -> Checkpoint:
@@ -226,7 +227,9 @@ class Repository:
         """
         chosen = policy if policy is not None else self._keep
         if chosen is None:
-            raise InvalidArgumentError("prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)")
+            raise InvalidArgumentError(
+                "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
+            )
         protected = {} if self._resumed is None else {self._resumed: "the run resumed from it"}
         return retention.prune(self._catalog, chosen, protected=protected, metadata=metadata_of, dry_run=dry_run)
 
@@ -288,7 +291,8 @@ class Repository:
         for info in self.store.list():
             if not keys.is_ours(info.key):
                 raise FormatError(
-                    f"{self.url} is no repository and holds something else ({info.key}): choose an empty place", key=info.key
+                    f"{self.url} is no repository and holds something else ({info.key}): choose an empty place",
+                    key=info.key,
                 )
         self._prepare_to_write()
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -307,8 +311,8 @@ class Repository:
             return
         if not self._unsafe and self.store.traits.conditional_put is None and not probe_conditional_put(self.store):
             raise FormatError(
-                f"{self.url}: this server accepts conditional puts but ignores them, so two writers could overwrite each other's "
-                "commit. Use another server, or pass unsafe_single_writer=True if there is only ever one writer"
+                f"{self.url}: this server accepts conditional puts but ignores them, so two writers could overwrite "
+                "each other's commit. Use another server, or pass unsafe_single_writer=True if there is only ever one writer"
             )
         self._may_write = True
 
@@ -334,8 +338,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
         retry: how transient failures are retried.
         keep: after each save, prune what this policy does not keep.
         create: False to open only what exists; then nothing is written until you save.
-        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can* destroy each
-            other's commit: you promise that there is one.
+        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can*
+            destroy each other's commit: you promise that there is one.
         chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
         codec: "auto" (per byte plane, by a sample), "raw" or "max".
         concurrency: requests at once; default by kind of store.
@@ -371,10 +375,14 @@ def open(  # noqa: A001 (used as ckptstore.open)
         raise
 
 
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
 def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
     if metadata is None:
         metadata = {}
-    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+    if not _is_mapping(metadata) or not all(isinstance(key, str) for key in metadata):
         raise InvalidRecordError("metadata must be a dict with str keys")
     flat = flatten(dict(metadata), "metadata")
     if flat.arrays:
@@ -383,7 +391,7 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
 
 
 def _check_chunk_size(chunk_size: int) -> int:
-    if not isinstance(chunk_size, int) or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
+    if type(chunk_size) is not int or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
         raise InvalidArgumentError(f"chunk_size must be 64 KiB to 64 MiB, not {chunk_size!r}")
     return chunk_size
 

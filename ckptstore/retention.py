@@ -200,8 +200,8 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
     Foreign objects are not touched. Safe beside live writers (see ``ckptstore.sweep``).
 
     Args:
-        grace: seconds after its last renewal until an attempt counts as dead. Below the default, a save that is merely slow
-            may be refused at its commit; no committed epoch is ever at risk.
+        grace: seconds after its last renewal until an attempt counts as dead. Below the default, a save that is merely
+            slow may be refused at its commit; no committed epoch is ever at risk.
         now: the store's time. By default the store is asked; a dry run, which writes nothing, takes
             the local clock.
     """
@@ -232,7 +232,7 @@ def _superseded(catalog: Catalog, dry_run: bool) -> list[Removal]:
     removed: list[Removal] = []
     for commits in by_epoch.values():
         if len(commits) > 1:
-            [(_, newest)] = catalog.manifests(commits[-1:]) or [(None, None)]
+            newest = next((manifest for _, manifest in catalog.manifests(commits[-1:])), None)
             if isinstance(newest, Manifest) and not catalog.problems(newest, deep=False):
                 reason = "a newer generation of its epoch is committed"
                 removed += delete_commits(catalog, commits[:-1], reason, dry_run=dry_run).removed

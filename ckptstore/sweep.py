@@ -1,9 +1,10 @@
 """Removing objects, safely beside live writers. Every removal in ckptstore goes through ``sweep``.
 
-The order is *flag → candidates → leases → manifests → delete*. A flag tells writers to keep away: for a checkpoint it is the absence
-of its manifest, for an unfinished attempt the object ``condemned/<attempt>``. The candidates are listed before the leases,
-and the leases before the manifests, because a writer does the reverse: lease, then objects, then manifest, and only then
-does it remove the lease. So whoever owns a candidate is seen as a lease, or as a manifest, or is dead.
+The order is *flag → candidates → leases → manifests → delete*. A flag tells writers to keep away: for a checkpoint it is
+the absence of its manifest, for an unfinished attempt the object ``condemned/<attempt>``. The candidates are listed
+before the leases, and the leases before the manifests, because a writer does the reverse: lease, then objects, then
+manifest, and only then does it remove the lease. So whoever owns a candidate is seen as a lease, or as a manifest, or
+is dead.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ def _reached(catalog: Catalog, attempts: set[str]) -> tuple[set[str], dict[str, 
     damaged = None
     for commit, manifest in catalog.manifests(catalog.committed()):
         if isinstance(manifest, CorruptionError):
-            damaged = f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
+            damaged = (
+                f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
+            )
         elif attempts.intersection(manifest.attempts):
             try:
                 reached |= catalog.reach(manifest)

@@ -68,7 +68,9 @@ class Transaction:
     use by several threads at once.
     """
 
-    def __init__(self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter | None = None) -> None:
+    def __init__(
+        self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter | None = None
+    ) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._plan = plan
@@ -167,9 +169,7 @@ class Transaction:
         """Put the lease, then look at the flags of what it names, and learn only from what has none."""
         known = Known()
         base, _ = self._catalog.newest_intact(without=self._plan.epoch)
-        candidates = [
-            s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch
-        ]
+        candidates = [s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch]
         uses = base.attempts if base is not None else ()
         now = self._lease.claim(base.key if base else None, uses)
         dead = tuple(s.attempt for s in candidates if seems_dead(s, now))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
 from ckptstore.codecs import encode
 from ckptstore.errors import InvalidRecordError, NotFoundError
 from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index
-from ckptstore.pipeline import Meter, Pipeline
+from ckptstore.pipeline import Pipeline
 from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
@@ -121,7 +122,7 @@ class RecordWriter:
             for plan in self._plans(sources, layout):
                 job = pipeline.submit(
                     plan.nbytes,
-                    (pipeline.cpu, lambda _, plan=plan: self._prepare(sources, plan)),
+                    (pipeline.cpu, partial(self._prepare, sources, plan)),
                     (pipeline.io, self._send),
                 )
                 layout.place(plan, job)
@@ -160,7 +161,9 @@ class RecordWriter:
             yield from packer.add(number, source.nbytes, source.item_size, source.align)
         yield from packer.finish()
 
-    def _prepare(self, sources: list[Any], plan: ChunkPlan) -> tuple[str, bytes | bytearray | memoryview | None, Any]:
+    def _prepare(
+        self, sources: list[Any], plan: ChunkPlan, _: None
+    ) -> tuple[str, bytes | bytearray | memoryview | None, Any]:
         """Stage 1, on a core: private copy, digest, and the frame unless the content is known."""
         raw = bytearray(plan.nbytes)
         offset = 0
@@ -257,9 +260,7 @@ class _Layout:
             spans = tuple(Span(renumber[refs[c].key], offset, length) for c, offset, length in self._runs[number])
             spec = source.spec
             arrays.append(ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, self.digests.get(number, "")))
-        return RecordIndex(
-            name=name, kind=kind, skeleton=skeleton, arrays=tuple(arrays), chunks=tuple(unique.values())
-        )
+        return RecordIndex(name=name, kind=kind, skeleton=skeleton, arrays=tuple(arrays), chunks=tuple(unique.values()))
 
 
 def _settled(chunk: Any) -> ChunkRef:
@@ -310,10 +311,6 @@ class FileSource:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-def record_meter(meter: Meter | None) -> Callable[[int], None]:
-    return (lambda nbytes: None) if meter is None else meter.add
 
 
 def adopt(store: Store, attempt: str, known: Known) -> None:

@@ -18,10 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long to go on: ``attempts`` calls or ``deadline`` seconds, whichever ends first.
-
-    The wait after attempt ``n`` is drawn evenly from 0 to ``min(cap, base * 2**(n - 1))`` seconds.
-    """
+    """Up to ``attempts`` calls in ``deadline`` seconds, apart by 0 to ``min(cap, base * 2**n)`` seconds, at random."""
 
     attempts: int = 8
     deadline: float = 300.0
@@ -51,8 +48,8 @@ class RetryEvent:
 class RetryStore(Store):
     """Retries ``TransientError`` and nothing else; every other exception passes at once, unchanged.
 
-    When the budget is spent, every verb raises ``RetriesExhaustedError`` from the last error. A listing
-    is retried as a whole. ``sleep`` should let a Ctrl-C through, as ``time.sleep`` does.
+    When the budget is spent, every verb raises ``RetriesExhaustedError`` from the last error. A listing is retried
+    as a whole. ``sleep`` should let a Ctrl-C through, as ``time.sleep`` does.
     """
 
     def __init__(
@@ -111,9 +108,8 @@ class RetryStore(Store):
 
 
 def _failure(state: tenacity.RetryCallState) -> tuple[str, str, BaseException]:
-    error = state.outcome.exception() if state.outcome else None
-    assert error is not None  # only asked for after a failed attempt
-    return state.args[0], state.args[1], error
+    assert state.outcome is not None  # only asked for after a failed attempt
+    return *state.args, state.outcome.exception()
 
 
 def _give_up(state: tenacity.RetryCallState) -> NoReturn:

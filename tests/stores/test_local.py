@@ -506,7 +506,7 @@ def test_links_do_not_lead_out_of_the_root(tmp_path: Path) -> None:
     os.symlink("real", tmp_path / "root")
     os.symlink("../outside", tmp_path / "real" / "a")
     store = LocalStore(tmp_path / "root")
-    acts = {**ACTS, "list": lambda store: list(store.list("a/"))}
+    acts: dict[str, Callable[[LocalStore], object]] = {**ACTS, "list": lambda store: list(store.list("a/"))}
     for act in acts.values():
         with pytest.raises(AccessError, match="symbolic link") as caught:
             act(store)

@@ -50,6 +50,8 @@ def same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, (set, frozenset)):
         return same(sorted(map(repr, first)), sorted(map(repr, second)))
+    if isinstance(first, np.str_):
+        return list(first) == list(second)
     if isinstance(first, np.generic):
         return first.dtype == second.dtype and first.tobytes() == second.tobytes()
     if isinstance(first, float):

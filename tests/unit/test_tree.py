@@ -25,7 +25,7 @@ from ckptstore.errors import FormatError, InvalidRecordError
 from ckptstore.tree import flatten, leaf_paths, prune, unflatten
 from tests.unit.exact import round_trip, same
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 class Colour(Enum):
@@ -97,8 +97,8 @@ def test_numpy_scalars_keep_their_exact_type(value: Any) -> None:
     """P7: NumPy scalars are neither Python numbers nor arrays, before and after; their bits stay."""
     back = round_trip([value])[0]
     assert same(back, value)
-    if not isinstance(value, (np.void, np.str_)):
-        assert same(list(round_trip({value: 1}))[0], value)
+    if not isinstance(value, np.void) and value.dtype != np.dtype("m8"):  # these cannot be keys
+        assert same(next(iter(round_trip({value: 1}))), value)
 
 
 @pytest.mark.parametrize("pattern", [0x7FF8000000000000, 0xFFF8000000000001, 0x7FF00000DEADBEEF, 0x8000000000000000])
@@ -121,7 +121,7 @@ def test_key_types_and_order_are_kept() -> None:
 
 
 ATOMS = (
-    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats(width=64) | st.complex_numbers()
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.complex_numbers()
     | st.text() | st.text(st.characters()) | st.binary(max_size=2000) | st.builds(bytearray, st.binary(max_size=8))
     | st.builds(np.float32, st.floats(width=32)) | st.builds(np.int64, st.integers(-(2**63), 2**63 - 1))
     | st.builds(lambda n: np.arange(n, dtype=np.int16), st.integers(0, 4))
@@ -154,12 +154,15 @@ def test_any_nested_state_comes_back(state: object) -> None:
 @given(st.sets(PLAIN_KEYS, max_size=8))
 def test_sets_have_one_encoding(members: set[Any]) -> None:
     """The node of a set depends on its members, not on the order that a process iterates in."""
-    assert same(skeleton(members), skeleton(set(reversed(list(members)))))
+    other_way: set[Any] = set()
+    for member in list(members)[::-1]:
+        other_way.add(member)
+    assert same(skeleton(members), skeleton(other_way))
 
 
 def test_random_states() -> None:
     """The random states of Python and NumPy come back and give the same numbers."""
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, legacy = random.getstate(), np.random.get_state()
     generator = np.random.default_rng(5)
     generators = [generator.bit_generator.state, np.random.Generator(np.random.MT19937(1)).bit_generator.state]
     state = {"python": python, "legacy": legacy, "new": generators}
@@ -220,9 +223,11 @@ def test_all_refusals_are_found_in_one_pass() -> None:
         lines = refuse(state, "trainer")
     reasons = dict(line.split(": ", 1) for line in lines)
     assert set(reasons) == {f"trainer.{key}" for key in state.keys() - {"ok", "deep"}} | {"trainer.deep.0.x.1.y"}
-    for key, words in (("fn", "code"), ("scale", "code"), ("enum", ".value"), ("level", ".value"), ("point", "_asdict()"),
-                       ("config", "asdict"), ("mydict", "subclass of dict"), ("myint", "subclass of int"),
-                       ("obj", "Python objects"), ("file", "TextIOWrapper"), ("range", "range")):  # fmt: skip
+    expected = {
+        "fn": "code", "scale": "code", "enum": ".value", "level": ".value", "point": "_asdict()", "config": "asdict",
+        "mydict": "subclass of dict", "myint": "subclass of int", "obj": "Python objects", "file": "TextIOWrapper",
+    }  # fmt: skip
+    for key, words in expected.items():
         assert words in reasons[f"trainer.{key}"]
 
 
@@ -280,11 +285,15 @@ def test_the_deepest_state_that_is_accepted_comes_back(wrap: Callable[[Any], Any
     """200 levels go through JSON and back, on a thread of their own as in a save."""
     found: list[object] = []
     state = nest(200, wrap)
-    thread = threading.Thread(target=lambda: found.append(round_trip(state)))
+
+    def trip() -> None:
+        text = msgspec.json.encode(skeleton(state))
+        found.append(msgspec.json.encode(skeleton(unflatten(msgspec.json.decode(text), lambda index: index))) == text)
+
+    thread = threading.Thread(target=trip)
     thread.start()
     thread.join()
-    assert len(found) == 1
-    assert skeleton(found[0]) == skeleton(state)
+    assert found == [True]
 
 
 def test_a_dictionary_that_changes_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +309,15 @@ def test_a_dictionary_that_changes_meanwhile_is_refused(monkeypatch: pytest.Monk
     assert "changed while it was read" in refuse(state)[0]
 
 
-NAN_BITS = "7ff8000000000000"
+BITS = "7ff8000000000000"
 HOSTILE: list[Any] = [
     {}, {"pickle": "gASV"}, {"dict": [], "list": []}, {"array": 0, "metadata": None}, {"list": [1]}, {"value": 1},
     {"array": 5}, {"array": -1}, {"array": True}, {"array": "0"}, {"array": 0.0}, {"array": None},
     {"dict": {}}, {"dict": [1]}, {"dict": [[1]]}, {"dict": [[1, 2, 3]]}, {"dict": [["a", 1], ["a", 2]]},
     {"dict": [[1, 1], [True, 2]]}, {"dict": [[[1], 2]]}, {"dict": [[{"dict": []}, 2]]}, {"dict": [[{"array": 0}, 1]]},
-    {"dict": [[{"set": []}, 1]]}, {"dict": [[{"scalar": ["|V1", "AA=="]}, 1]]}, {"dict": [[{"complex": [NAN_BITS] * 2}, 1]]},
+    {"dict": [[{"set": []}, 1]]}, {"dict": [[{"scalar": ["|V1", "AA=="]}, 1]]},
+    {"dict": [[{"complex": [BITS, BITS]}, 1]]},
+    {"dict": [[{"scalar": ["<m8", "AwAAAAAAAAA="]}, 1]]}, {"set": [{"tuple": [{"scalar": ["|V1", "AA=="]}]}]},
     {"defaultdict": ["eval", []]}, {"defaultdict": [None, []]}, {"defaultdict": [["int"], []]}, {"defaultdict": []},
     {"odict": [], "metadata": {"x": 1}}, {"odict": [], "extra": 1}, {"counter": [["a"]]}, {"tuple": 1}, {"tuple": "ab"},
     {"set": [[1]]}, {"set": [1, 1]}, {"set": [1, True]}, {"frozenset": [{"array": 0}]}, {"set": None},
@@ -348,9 +359,16 @@ def test_hostile_depth(wrap: Callable[[Any], Any]) -> None:
         deep = next(iter(deep.values())) if isinstance(deep, dict) else deep[-1]
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3)
-       | st.dictionaries(st.sampled_from(["dict", "tuple", "set", "int", "array", "scalar", "odict", "metadata", "bytes",
-                                          "float", "counter", "defaultdict", "size"]), inner, max_size=2)))  # fmt: skip
+TAGS = st.sampled_from(
+    "dict tuple set int array scalar odict metadata bytes float counter defaultdict size".split()  # noqa: SIM905
+)
+JSON_DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TAGS, inner, max_size=2),
+)
+
+
+@given(JSON_DOCUMENTS)
 def test_random_skeletons_load_or_are_format_errors(node: object) -> None:
     """P8: no JSON document makes reading fail in any other way; what loads is what its node says."""
     try:
@@ -432,7 +450,7 @@ def test_json_text_keeps_floats_floats() -> None:
 
 
 def test_many_small_arrays() -> None:
-    """100,000 arrays are taken apart with a bounded number of objects each, not in time that grows with their number."""
+    """100,000 arrays are taken apart in one go, and those of one shape share their description."""
     state = {f"layer.{i}": np.zeros(2) for i in range(100_000)}
     flat = flatten(state, "state")
     assert len(flat.arrays) == len(state)
