@@ -38,7 +38,7 @@ SIZES = {
 }
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module):  # type: ignore[misc]  # mypy does not look into torch
     """Predicts the next byte. The output weights are the embedding: one tensor under two names."""
 
     def __init__(self, size: Size) -> None:
@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
         hidden = self.embed(tokens) + self.position
         for layer in self.layers:
             hidden = layer(hidden, src_mask=self.mask, is_causal=True)
-        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+        return self.head(self.norm(hidden))
 
 
 def train(size: Size) -> dict[str, Any]:
@@ -82,7 +82,8 @@ def train(size: Size) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
         if step % 10 == 9:
-            print(f"step {step + 1}/{size.steps}: loss {loss.item():.3f}, {time.perf_counter() - start:.0f} s", flush=True)
+            elapsed = time.perf_counter() - start
+            print(f"step {step + 1}/{size.steps}: loss {loss.item():.3f}, {elapsed:.0f} s", flush=True)
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict()}
 
 

@@ -160,12 +160,12 @@ class S3Parts(Method):
 
     def save(self, state: Any) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
-            jobs = [
-                pool.submit(lambda key=f"{self.place.path}/{number:06}", part=part: self.fs.pipe_file(key, join(part)))
-                for number, part in enumerate(parts(tensors(state)))
-            ]
+            jobs = [pool.submit(self._put, *item) for item in enumerate(parts(tensors(state)))]
             for job in jobs:
                 job.result()
+
+    def _put(self, number: int, part: list[Bytes]) -> None:
+        self.fs.pipe_file(f"{self.place.path}/{number:06}", b"".join(piece.data for piece in part))
 
     def restore(self) -> Any:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -220,7 +220,8 @@ def tensors(state: Any) -> list[torch.Tensor]:
 
 def flat_bytes(tensor: torch.Tensor) -> Bytes:
     """The bytes of a tensor, without a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def parts(items: Sequence[torch.Tensor]) -> Iterator[list[Bytes]]:
@@ -237,11 +238,6 @@ def parts(items: Sequence[torch.Tensor]) -> Iterator[list[Bytes]]:
                 part, room = [], PART
     if part:
         yield part
-
-
-def join(part: list[Bytes]) -> bytes:
-    """One body for a put: the client takes nothing but bytes."""
-    return b"".join(piece.data for piece in part)
 
 
 def write_all(handle: int, data: Bytes) -> None:

@@ -5,6 +5,8 @@ busy moment of the machine does not hit only one of them. Restores are read from
 and what they return is compared with what was saved.
 """
 
+# ruff: noqa: E402  (it can be run from anywhere, so it must find the root before it imports)
+
 from __future__ import annotations
 
 import argparse
@@ -22,7 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, ROOT)
+os.environ["PYTHONPATH"] = ROOT  # for the fork server, which imports torch once for all the fresh processes
 
 import torch
 from rich.console import Console
@@ -33,7 +37,8 @@ from benchmarks.measure import Sample, run, state_facts
 from benchmarks.methods import LOCAL, REMOTE, Place
 
 MB = 1e6
-COLUMNS = ("", "time", "spread", "MB/s", "CPU", "memory", "stored", "ratio")
+REFERENCE = "torch.save"
+COLUMNS = ("", "time", "spread", "MB/s", "× torch", "CPU", "memory", "stored", "ratio")
 
 
 def measure(context: Any, action: str, name: str, place: Place, state_file: str) -> Sample:
@@ -94,7 +99,7 @@ def somewhere(where: str, folder: str | None) -> Iterator[Place]:
 
     server = servers.seaweedfs()
     try:
-        options = {"key": servers.KEY, "secret": servers.SECRET, "endpoint_url": server.endpoint}
+        options: dict[str, Any] = {"key": servers.KEY, "secret": servers.SECRET, "endpoint_url": server.endpoint}
         options["client_kwargs"] = {"region_name": "us-east-1"}
         s3fs.S3FileSystem(**options, skip_instance_cache=True).call_s3("create_bucket", Bucket="bench")
         yield Place("bench", options)
@@ -103,19 +108,22 @@ def somewhere(where: str, folder: str | None) -> Iterator[Place]:
 
 
 def rows(samples: list[Sample], action: str, nbytes: int) -> Iterator[tuple[str, ...]]:
-    """One row of text for each method."""
+    """One row of text for each method. "× torch" is the median of the ratios within each round."""
+    base = [s.seconds for s in samples if s.action == action and s.method.startswith(REFERENCE)]
     for name in dict.fromkeys(sample.method for sample in samples):
         mine = [sample for sample in samples if sample.method == name and sample.action == action]
         if not mine:
             continue
         times = [sample.seconds for sample in mine]
         median = statistics.median(times)
+        pairs = [one / other for one, other in zip(times, base, strict=True)]
         stored = max(sample.stored for sample in samples if sample.method == name)
         yield (
             name,
             f"{median:.2f} s",
             f"{min(times):.2f}–{max(times):.2f}",
             f"{nbytes / median / MB:.0f}",
+            f"{statistics.median(pairs):.2f}",
             f"{statistics.median(sample.cpu for sample in mine):.2f} s",
             f"+{statistics.median(sample.extra for sample in mine) / MB:.0f} MB",
             f"{stored / MB:.1f} MB" if stored else "",
@@ -172,6 +180,8 @@ def main() -> None:
     """Measure, print, and write what was asked for."""
     given = arguments()
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     state_file = str(cached(given.size))
     count, nbytes, digest = state_facts(state_file)
     facts = machine()

@@ -180,7 +180,7 @@ class _TorchSource(ArraySource):
             return _torch_bytes(self.torch, tensor)[start:stop]
         size = tensor.element_size()
         tensor = _torch_bits(self.torch, tensor)
-        part = self.torch.empty((stop - start) // size, dtype=tensor.dtype, device="cpu")
+        part = _torch_empty(self.torch, ((stop - start) // size,), tensor.dtype)
         _gather(tensor, start // size, stop // size, part)
         return _torch_bytes(self.torch, part)
 
@@ -228,7 +228,7 @@ class Destination:
             data = bytearray(spec.nbytes)
             return cls(spec, memoryview(data), (lambda: bytes(data)) if spec.kind == "bytes" else (lambda: data))
         if spec.kind == "torch" and torch is not None:
-            tensor = torch.empty(spec.shape, dtype=dtypes.torch_dtype(torch, spec.dtype), device="cpu")
+            tensor = _torch_empty(torch, spec.shape, dtypes.torch_dtype(torch, spec.dtype))
             return cls(spec, _torch_bytes(torch, tensor), lambda: tensor)
         array: np.ndarray[Any, Any] = np.ndarray(spec.shape, dtypes.numpy_dtype(spec.dtype))
         return cls(spec, _raw_bytes(array), lambda: array)
@@ -266,7 +266,7 @@ class Destination:
         same_order = dtypes.torch_name(tensor.dtype) == spec.dtype
         if same_order and tensor.device.type == "cpu" and tensor.is_contiguous() and not _is_lazy(tensor):
             return cls(spec, _torch_bytes(torch, tensor), lambda: target)
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        staged = _torch_empty(torch, tensor.shape, tensor.dtype)
         buffer = _torch_bytes(torch, staged)
 
         def finish() -> object:
@@ -361,6 +361,13 @@ def _torch_bytes(torch: Any, tensor: Any) -> memoryview:
         return memoryview(bytearray())
     raw: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
     return raw.data
+
+
+def _torch_empty(torch: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    # Always on the CPU, whatever the default device is. torch warns when it makes complex32, but not of a view.
+    half = dtype == torch.complex32
+    made = torch.empty(shape, dtype=torch.int32 if half else dtype, device="cpu")
+    return made.view(dtype) if half else made
 
 
 def _torch_bits(torch: Any, tensor: Any) -> Any:

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptstore import keys
-from ckptstore.errors import CorruptionError, ObjectNotFoundError
+from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransientError
 from ckptstore.manifest import MAX_MANIFEST, Manifest, RecordEntry, RecordIndex, decode_manifest
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index
 from ckptstore.stores.base import Store
 
 _CACHED_INDEXES = 16
+_LOOKS = 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,17 +120,35 @@ class Catalog:
     ) -> tuple[Manifest | None, list[Skipped]]:
         """The newest intact checkpoint (leaving out epoch ``without``), and what was stepped over.
 
+        Looks again when a checkpoint went away meanwhile: if it was replaced, its epoch is still there and
+        neither an older one nor "none" would be the truth.
+
         Raises:
             FormatError: a newer version wrote a manifest; stepping over it would hide good epochs.
+            TransientError: checkpoints are replaced as fast as they are looked at.
         """
+        for _ in range(_LOOKS):
+            manifest, skipped, vanished = self._look_for_newest(deep, without, progress)
+            if not vanished:
+                return manifest, skipped
+        if manifest is None:
+            raise TransientError("checkpoints are removed or replaced as fast as they are looked at: try again")
+        return manifest, skipped
+
+    def _look_for_newest(
+        self, deep: bool, without: int | None, progress: Progress | None
+    ) -> tuple[Manifest | None, list[Skipped], bool]:
+        """One look from the newest down. The last item: a newer one than the result was deleted meanwhile."""
         skipped: list[Skipped] = []
+        vanished = False
         for commit in reversed(self.committed()):
             if commit.epoch == without:
                 continue
             try:
                 manifest = self.manifest(commit)
             except ObjectNotFoundError:
-                continue  # deleted meanwhile, as if it had never been listed
+                vanished = True
+                continue
             except CorruptionError as error:
                 skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
                 continue
@@ -137,13 +156,15 @@ class Catalog:
             marked = (manifest.key, manifest.attempt) in self._damaged
             found = self.problems(manifest, deep=deep or marked, progress=progress)
             if not found:
-                return manifest, skipped
-            if self.exists(manifest):
-                first = found[0]
-                reason = first.reason if first.key in first.reason else f"{first.key} {first.reason}"
-                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                skipped.append(Skipped(commit.epoch, commit.generation, first.key, reason + more))
-        return None, skipped
+                return manifest, skipped, vanished
+            if not self.exists(manifest):
+                vanished = True
+                continue
+            first = found[0]
+            reason = first.reason if first.key in first.reason else f"{first.key} {first.reason}"
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            skipped.append(Skipped(commit.epoch, commit.generation, first.key, reason + more))
+        return None, skipped, vanished
 
     def manifests(self, commits: Iterable[Committed]) -> list[tuple[Committed, Manifest | CorruptionError]]:
         """Many manifests, read side by side; those deleted meanwhile are left out."""

@@ -193,7 +193,7 @@ class Checkpoint:
             skeleton = prune(skeleton, paths)
             if skeleton is None:
                 return None
-        return _Load(index, skeleton, specs, into)
+        return _Load(index, skeleton, specs, into, partial=paths is not None)
 
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
@@ -235,12 +235,14 @@ class Checkpoint:
 class _Load:
     """One record to load: checked against its target before anything is read."""
 
-    def __init__(self, index: RecordIndex, skeleton: Any, specs: list[ArraySpec], into: Any) -> None:
+    def __init__(
+        self, index: RecordIndex, skeleton: Any, specs: list[ArraySpec], into: Any, *, partial: bool = False
+    ) -> None:
         self.index = index
         self._skeleton = skeleton
         self._specs = specs
         self._into = into
-        self._existing = match_into(skeleton, specs, into, index.name) if into is not None else {}
+        self._existing = match_into(skeleton, specs, into, index.name, partial=partial) if into is not None else {}
         self._numbers = sorted(leaf_paths(skeleton))
         if self._numbers and self._numbers[-1] >= len(specs):
             raise FormatError(f"record {index.name!r} refers to an array that it does not list")
@@ -252,15 +254,18 @@ class _Load:
             fresh = {number: Destination.allocate(specs[number]) for number in self._numbers}
             load_arrays(catalog.store, self.index, fresh, meter=meter)
             return unflatten(self._skeleton, lambda number: fresh[number].finish())
-        values: dict[int, Any] = {}
-        places = {n: [Destination.into_existing(specs[n], t) for t in ts] for n, ts in self._existing.items()}
+        places: dict[int, list[Destination]] = {}
+        for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
+            found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
+            places[number] = found or [Destination.allocate(specs[number])]
         first = {number: found[0] for number, found in places.items()}
         load_arrays(catalog.store, self.index, first, meter=meter, visible=True)
+        values: dict[int, Any] = {}
         for number, found in places.items():
             for other in found[1:]:  # tied in the checkpoint, separate in the target
                 other.buffer[:] = found[0].buffer
-            values[number] = [destination.finish() for destination in found]
-        return fill_into(self._skeleton, self._into, lambda number: values[number][0])
+            values[number] = [destination.finish() for destination in found][0]
+        return fill_into(self._skeleton, self._into, lambda number: values[number])
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:

@@ -24,14 +24,16 @@ def match_into(
     root: str,
     *,
     strict: bool = True,
+    partial: bool = False,
     skipped: list[str] | None = None,
 ) -> dict[int, list[object]]:
     """The existing arrays that each array of a checkpoint is to be loaded into; none where a value is replaced.
 
     ``InvalidRecordError`` lists every path that only one side has, and every one where kind, shape or element type
-    differ. With ``strict=False`` what only one side has is left out and listed in ``skipped`` instead.
+    differ. With ``strict=False`` what only one side has is left out and listed in ``skipped`` instead. ``partial`` says
+    that the skeleton was pruned: then the target may have more, but not less.
     """
-    matcher = _Matcher(specs, strict)
+    matcher = _Matcher(specs, strict, partial)
     matcher.walk(skeleton, target, root, 0)
     if matcher.problems:
         lines = matcher.problems[:MAX_LISTED]
@@ -44,8 +46,9 @@ def match_into(
 
 
 class _Matcher:
-    def __init__(self, specs: Sequence[ArraySpec], strict: bool) -> None:
+    def __init__(self, specs: Sequence[ArraySpec], strict: bool, partial: bool) -> None:
         self.specs = specs
+        self.partial = partial
         self.problems: list[str] = []
         self.skipped: list[str] = []
         self.one_sided = self.problems if strict else self.skipped
@@ -125,7 +128,8 @@ class _Matcher:
         self.one_sided.append(f"{path}: only in the checkpoint, missing here")
 
     def _only_here(self, path: str) -> None:
-        self.one_sided.append(f"{path}: unexpected here, not in the checkpoint")
+        if not self.partial:
+            self.one_sided.append(f"{path}: unexpected here, not in the checkpoint")
 
 
 def fill_into(skeleton: object, target: object, make: Callable[[int], object], count: int | None = None) -> object:

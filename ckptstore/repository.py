@@ -312,7 +312,7 @@ class Repository:
         if not self._unsafe and self.store.traits.conditional_put is None and not probe_conditional_put(self.store):
             raise FormatError(
                 f"{self.url}: this server accepts conditional puts but ignores them, so two writers could overwrite "
-                "each other's commit. Use another server, or pass unsafe_single_writer=True if there is only ever one writer"
+                "each other's commit. Use another server, or pass unsafe_single_writer=True if there is only one writer"
             )
         self._may_write = True
 

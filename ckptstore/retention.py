@@ -125,6 +125,7 @@ class PruneReport:
 
     @property
     def bytes_freed(self) -> int:
+        """Stored bytes of the objects removed."""
         return sum(removal.size for removal in self.objects)
 
 
@@ -138,6 +139,7 @@ class GcReport:
 
     @property
     def bytes_freed(self) -> int:
+        """Stored bytes of the objects removed."""
         return sum(removal.size for removal in self.removed)
 
 
@@ -171,7 +173,8 @@ def prune(
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
     swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
     removed = {commit.epoch: "no policy keeps it" for commit in victims}
-    present = {commit.epoch for commit in commits} - removed.keys()
+    # An epoch that another process deleted after our listing is neither removed by us nor kept.
+    present = kept.keys() & {commit.epoch for commit in commits}
     return PruneReport(removed, {e: kept[e] for e in sorted(present)}, swept.removed, swept.spared, dry_run)
 
 
@@ -220,7 +223,8 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
     # ``dead`` is not passed on: a lease renewed after the first look protects its attempt after all.
     swept = sweep(catalog, debris.content, "no checkpoint reaches it", now=now, grace=grace, dry_run=dry_run)
     removed += swept.removed
-    removed += _remove_traces(store, debris, dead, swept.spared, now - grace, dry_run)
+    before = now - grace if grace > 0 else math.inf  # clocks are coarse: "now" may be older than what was just put
+    removed += _remove_traces(store, debris, dead, swept.spared, before, dry_run)
     return GcReport(removed, swept.spared, dry_run)
 
 

@@ -1,7 +1,7 @@
 """Removing objects, safely beside live writers. Every removal in ckptstore goes through ``sweep``.
 
-The order is *flag → candidates → leases → manifests → delete*. A flag tells writers to keep away: for a checkpoint it is
-the absence of its manifest, for an unfinished attempt the object ``condemned/<attempt>``. The candidates are listed
+The order is *flag → candidates → leases → manifests → delete*. A flag tells writers to keep away: for a checkpoint it
+is the absence of its manifest, for an unfinished attempt the object ``condemned/<attempt>``. The candidates are listed
 before the leases, and the leases before the manifests, because a writer does the reverse: lease, then objects, then
 manifest, and only then does it remove the lease. So whoever owns a candidate is seen as a lease, or as a manifest, or
 is dead.
@@ -46,8 +46,11 @@ def condemn(store: Store, attempt: str) -> None:
 
 
 def live(sightings: Iterable[Sighting], now: float | None, grace: float) -> list[Sighting]:
-    """Leases renewed within ``grace`` seconds; all of them when ``now`` (the store's time) is not given."""
-    return [s for s in sightings if now is None or now - s.modified <= grace]
+    """Leases renewed within ``grace`` seconds; all of them when ``now`` (the store's time) is not given.
+
+    With a grace of 0 none is: not even one that a store with a coarse clock stamped in the same second.
+    """
+    return [s for s in sightings if now is None or (grace > 0 and now - s.modified <= grace)]
 
 
 def sweep(

@@ -276,10 +276,13 @@ class Transaction:
             raise error
 
     def _too_late(self, manifest: Manifest) -> CkptStoreError | None:
-        committed = self._store.info(manifest.key).modified
-        newest = self._catalog.committed(self.epoch)[-1]
-        if newest.generation > self._generation:
-            return _exists(self.epoch, newest.key)
+        generations = self._catalog.committed(self.epoch)
+        if generations and generations[-1].generation > self._generation:
+            return _exists(self.epoch, generations[-1].key)
+        try:
+            committed = self._store.info(manifest.key).modified
+        except ObjectNotFoundError:
+            return None  # it was committed, and another process has deleted or pruned it since
         try:
             if is_condemned(self._store, self._attempt):
                 self._swept(keys.condemned_key(self._attempt))

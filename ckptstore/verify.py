@@ -22,6 +22,7 @@ class EpochHealth:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is wrong with the epoch."""
         return not self.problems
 
 
@@ -34,10 +35,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is wrong with any epoch that was checked."""
         return all(health.ok for health in self.epochs)
 
     @property
     def problems(self) -> tuple[Problem, ...]:
+        """What is wrong, in all epochs together."""
         return tuple(problem for health in self.epochs for problem in health.problems)
 
 

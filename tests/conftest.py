@@ -48,6 +48,17 @@ class Bucket:
         return f"{self.scheme}://{self.name}/{self.prefix() if prefix is None else prefix}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests by the servers that they need, so that ``-m "not s3"`` leaves them out."""
+    marks = {"s3": pytest.mark.s3, "s3_no_conditions": pytest.mark.s3, "gcs": pytest.mark.gcs}
+    for item in items:
+        needed = {*getattr(item, "fixturenames", ())}
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            needed.add(str(item.callspec.params.get("kind")))
+        for name in needed & set(marks):
+            item.add_marker(marks[name])
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Bucket]:
     """A bucket on SeaweedFS, or on the server that ``CKPTSTORE_TEST_S3_*`` names (MinIO, say)."""

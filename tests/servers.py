@@ -45,6 +45,7 @@ class Server:
     endpoint: str
     folder: Path
     process: subprocess.Popen[bytes] = field(repr=False)
+    owner: int = field(default_factory=os.getpid)
 
     @property
     def pid(self) -> int:
@@ -56,6 +57,8 @@ class Server:
 
     def stop(self) -> None:
         """Kill the process and remove its folder. May be called twice."""
+        if os.getpid() != self.owner:
+            return  # the exit hook in a forked child
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)  # a test may have stopped it

@@ -31,7 +31,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "lightning", "pytorch_lightning"
 
 def part_of(module: str) -> str:
     """``ckptstore.stores.local`` belongs to the part ``stores``; the package itself is the part ``""``."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def floor_of(module: str) -> float | None:
@@ -49,7 +49,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """``(line, module)`` of everything a file imports, in functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Up to ``attempts`` calls in ``deadline`` seconds, apart by 0 to ``min(cap, base * 2**n)`` seconds, at random."""
+    """Up to ``attempts`` calls in ``deadline`` seconds. Waits: random up to ``base``, doubled each time to ``cap``."""
 
-    attempts: int = 8
+    attempts: int = 12
     deadline: float = 300.0
     base: float = 0.1
     cap: float = 30.0
@@ -99,8 +99,7 @@ class RetryStore(Store):
         self._inner.close()
 
     def _run(self, verb: str, key: str, call: Callable[[], T]) -> T:
-        result: T = self._retrying(lambda _verb, _key: call(), verb, key)  # the callbacks below see the arguments
-        return result
+        return self._retrying(lambda *_: call(), verb, key)  # the callbacks below see the arguments
 
     def _tell(self, state: tenacity.RetryCallState) -> None:
         if self._on_retry is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from ckptstore.stores import MemoryStore, open_store
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.testing import CrashStore, SimulatedCrash
-from tests.repository.helpers import State, assert_no_debris, assert_same, contents, make_state, open_repo, pour, tiny_state
+from tests.repository.conftest import Count
+from tests.repository.helpers import State, assert_no_debris, assert_same, contents, keys_of, make_state, open_repo, pour, tiny_state
 
 Make = Callable[[int], State]
 
@@ -47,18 +49,6 @@ SCENARIOS = {
     ),
     "gc": Scenario(lambda repo, _: repo.gc(grace=0), {}, {}, 4),
 }
-
-
-@pytest.fixture(scope="module")
-def points(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
-    """Counts the crash points and prints them when all are done."""
-    counted: dict[str, int] = {}
-    yield counted
-    reporter: Any = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        parts = ", ".join(f"{name} {count}" for name, count in counted.items())
-        reporter.ensure_newline()
-        reporter.write_line(f"crash points: {sum(counted.values())} ({parts})")
 
 
 def prepared(name: str, make: Make) -> dict[str, bytes]:
@@ -132,9 +122,9 @@ def recover(inner: Store, scenario: Scenario, make: Make) -> None:
     assert_same(repo.checkpoint(epoch).load(), make(99))
 
 
-def run_matrix(
-    name: str, modes: tuple[Any, ...], new_store: Callable[[], Store], make: Make, count: Callable[[], None]
-) -> None:
+def run_matrix(name: str, modes: tuple[Any, ...], new_store: Callable[[], Store], make: Make) -> int:
+    """Crash at every mutation in every mode. Returns how many crash points that were."""
+    points = 0
     scenario = SCENARIOS[name]
     objects = prepared(name, make)
     for mode in modes:
@@ -149,14 +139,13 @@ def run_matrix(
                 assert store.crashed
             if not store.crashed:
                 break
-            count()
+            points += 1
             found = check_after_crash(inner, scenario, make)
             now = all((e in found) == (seed is not None) for e, seed in scenario.done.items())
             now = now and all(seed is None or same(found[e], make(seed)) for e, seed in scenario.done.items())
             assert now or not visible, "what was done at an earlier crash point is undone at a later one"
             visible = now
             recover(inner, scenario, make)
-            inner.close()
         assert at > 3
         found = load_all(open_repo(inner))
         for epoch, seed in scenario.done.items():
@@ -164,35 +153,34 @@ def run_matrix(
             if seed is not None:
                 assert_same(found[epoch], make(seed))
         assert_no_debris(inner)  # an undisturbed operation leaves none either
-        inner.close()
+    return points
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_crash(kind: str, name: str, tmp_path: Path, points: dict[str, int]) -> None:
+def test_crash(kind: str, name: str, fast_folder: Path, count: Count) -> None:
     """P1: wherever an operation crashes, every epoch is whole, the next save works and gc leaves no debris."""
     numbers = itertools.count()
 
     def new_store() -> Store:
-        return MemoryStore() if kind == "memory" else LocalStore(tmp_path / str(next(numbers)))
+        return MemoryStore() if kind == "memory" else LocalStore(fast_folder / str(next(numbers)))
 
-    def count() -> None:
-        points[kind] = points.get(kind, 0) + 1
-
-    run_matrix(name, ("before", "after", "torn"), new_store, make_state, count)
+    modes = ("before", "after", "torn")
+    count(f"crash points, {kind}", run_matrix(name, modes, new_store, make_state))
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_crash_s3(name: str, s3: Any, points: dict[str, int]) -> None:
+def test_crash_s3(name: str, s3: Any, count: Count) -> None:
     """P1 on a real object store. A put that is cut off leaves nothing there, so "torn" is "before"."""
 
-    def count() -> None:
-        points["s3"] = points.get("s3", 0) + 1
+    with open_store(s3.url(), storage_options=s3.storage_options) as store, ThreadPoolExecutor(8) as pool:
 
-    run_matrix(
-        name, ("before", "after"), lambda: open_store(s3.url(), storage_options=s3.storage_options), tiny_state, count
-    )
+        def emptied() -> Store:
+            list(pool.map(store.delete, keys_of(store)))
+            return store
+
+        count("crash points, s3", run_matrix(name, ("before", "after"), emptied, tiny_state))
 
 
 def test_heartbeat_of_a_crashed_save_is_a_daemon() -> None:

@@ -33,18 +33,11 @@ class TestGCS(_Remote):
         self.bucket = gcs
 
 
-class _Short(TestS3):
+class TestStackOverS3(TestS3):
     many = 30  # TestS3 has the long listing
 
-
-class TestRetryOverS3(_Short):
     def make_store(self) -> Store:
-        return RetryStore(super().make_store(), RetryPolicy(attempts=3))
-
-
-class TestLimitOverS3(_Short):
-    def make_store(self) -> Store:
-        return LimitStore(super().make_store(), 4)
+        return RetryStore(LimitStore(super().make_store(), 4), RetryPolicy(attempts=3))
 
 
 class TestWithoutConditions(_Remote):
@@ -52,9 +45,11 @@ class TestWithoutConditions(_Remote):
 
     conditional_put = False
     many = 30
-    # rclone keeps objects as files: it answers 500 where a name is a folder or where a folder goes away.
+    # rclone keeps objects as files: it answers 500 where a name is a folder or where a folder goes away, and an object
+    # that is being overwritten is missing meanwhile.
     test_delete = None  # type: ignore[assignment]
     test_folders_come_and_go = None  # type: ignore[assignment]
+    test_readers_never_see_a_torn_body = None  # type: ignore[assignment]
 
     @pytest.fixture(autouse=True)
     def _server(self, s3_no_conditions: Any) -> None:
@@ -62,6 +57,7 @@ class TestWithoutConditions(_Remote):
 
     def make_store(self) -> Store:
         bucket = self.bucket
-        return RemoteStore(
+        store = RemoteStore(
             bucket.scheme, bucket.name, bucket.prefix(), storage_options=bucket.storage_options, emulate_create=True
         )
+        return RetryStore(store, RetryPolicy(attempts=5))  # rclone fails now and then when two puts make one folder

@@ -138,11 +138,12 @@ def test_a_folder_made_by_others_is_synced(tmp_path: Path, calls: list[tuple[str
     assert {("fsync", "y"), ("fsync", "x"), ("fsync", tmp_path.name)} <= set(calls)
 
 
-def test_a_folder_made_again_is_synced_again(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    """A folder that was removed and made again is a new one."""
+@pytest.mark.parametrize("by_others", [False, True])
+def test_a_folder_made_again_is_synced_again(tmp_path: Path, calls: list[tuple[str, str]], by_others: bool) -> None:
+    """A folder that was removed, by us or by others, and made again is a new one."""
     store = LocalStore(tmp_path)
     store.put("x/key", b"1")
-    store.delete("x/key")
+    (LocalStore(tmp_path) if by_others else store).delete("x/key")
     calls.clear()
     store.put("x/key", b"1")
     assert ("fsync", tmp_path.name) in calls

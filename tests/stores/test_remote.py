@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import s3fs
 import servers
 from servers import Reply, Request, ScriptedServer, s3_error
 
@@ -79,6 +80,20 @@ def scripted_gcs(script: Callable[[Request], Reply | None], **options: Any) -> I
         settings = {"token": "anon", "endpoint_url": server.endpoint, **options}
         with RemoteStore("gs", "bucket", "run", storage_options=settings) as store:
             yield server, store
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[Any]:
+    """A scripted S3 server and a store on it, shared because opening a client takes its time."""
+    with scripted(lambda _: None) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def faulty_gcs() -> Iterator[Any]:
+    """The same for Google Cloud Storage."""
+    with scripted_gcs(lambda _: None) as pair:
+        yield pair
 
 
 # --- what must never look like an empty store ---------------------------------------------------
@@ -195,9 +210,10 @@ def test_second_page_fails(s3: Any) -> None:
 
 def test_folder_markers_are_no_objects(s3: Any) -> None:
     """The empty objects with which consoles mark folders do not make a store look used."""
-    with opened(s3) as store:
-        fs = store._opened[0]
-        fs.call_s3("put_object", Bucket=s3.name, Key=f"{store._root}manifests/", Body=b"")
+    prefix = s3.prefix()
+    fs = s3fs.S3FileSystem(**s3.storage_options, skip_instance_cache=True)
+    fs.call_s3("put_object", Bucket=s3.name, Key=f"{prefix}/manifests/", Body=b"")
+    with opened(s3, prefix) as store:
         assert list(store.list()) == []
 
 
@@ -388,28 +404,27 @@ def test_acknowledged_but_not_stored() -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["put", "create", "get", "list", "delete"])
-def test_each_failure_is_one_request(status: int, code: str, expected: type[CkptStoreError], verb: str) -> None:
+def test_each_failure_is_one_request(
+    faulty: Any, status: int, code: str, expected: type[CkptStoreError], verb: str
+) -> None:
     """Nothing below us tries again: each failure is seen at its first reply. What may pass succeeds on try 4."""
-    fail = s3_error(status, code)
+    server, store = faulty
     good = Reply(200, {"list": b"<ListBucketResult/>", "get": b"x"}.get(verb, b""), {"ETag": '"e"'})
-    replies = [fail, fail, fail, fail]
-
-    def script(request: Request) -> Reply:
-        return replies.pop() if replies else good
-
-    with scripted(script) as (server, store):
-        with pytest.raises(expected) as caught:
-            VERBS[verb](store)
-        assert len(server.requests) == 1
-        assert type(caught.value) is expected
-        retrying = RetryStore(store, FAST)
-        if expected is TransientError:
+    replies = [s3_error(status, code)] * 4
+    server.script = lambda _: replies.pop() if replies else good
+    server.requests.clear()
+    with pytest.raises(expected) as caught:
+        VERBS[verb](store)
+    assert len(server.requests) == 1
+    assert type(caught.value) is expected
+    retrying = RetryStore(store, FAST)
+    if expected is TransientError:
+        VERBS[verb](retrying)
+        assert len(server.requests) == 5
+    else:
+        with pytest.raises(expected):
             VERBS[verb](retrying)
-            assert len(server.requests) == 5
-        else:
-            with pytest.raises(expected):
-                VERBS[verb](retrying)
-            assert len(server.requests) == 2
+        assert len(server.requests) == 2
 
 
 @every_verb
@@ -436,14 +451,17 @@ def test_dropped_connection(verb: str) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["create", "get", "list", "delete"])
-def test_each_gcs_failure_is_one_request(status: int, message: str, expected: type[CkptStoreError], verb: str) -> None:
+def test_each_gcs_failure_is_one_request(
+    faulty_gcs: Any, status: int, message: str, expected: type[CkptStoreError], verb: str
+) -> None:
     """The same for Google Cloud Storage, whose library tries six times if it is let."""
-    body = b'{"error": {"code": %d, "message": "%s"}}' % (status, message.encode())
-    with scripted_gcs(lambda _: Reply(status, body)) as (server, store):
-        with pytest.raises(expected) as caught:
-            VERBS[verb](store)
-        assert len(server.requests) == 1
-        assert type(caught.value) is expected
+    server, store = faulty_gcs
+    server.script = lambda _: Reply(status, b'{"error": {"code": %d, "message": "%s"}}' % (status, message.encode()))
+    server.requests.clear()
+    with pytest.raises(expected) as caught:
+        VERBS[verb](store)
+    assert len(server.requests) == 1
+    assert type(caught.value) is expected
 
 
 @pytest.mark.parametrize(
@@ -568,8 +586,7 @@ def test_headers_and_addressing() -> None:
 def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     """An option that the client does not know is an error of ours at the first use, not a hang."""
     with pytest.raises((InvalidArgumentError, StoreError)):
-        with RemoteStore("s3", "bucket", storage_options={"key": "k", "secret": "s", **options}) as store:
-            store.get(KEY)
+        RemoteStore("s3", "bucket", storage_options={"key": "k", "secret": "s", **options}).get(KEY)
 
 
 def test_bad_gcs_token() -> None:
@@ -582,6 +599,7 @@ def test_bad_gcs_token() -> None:
 # --- processes and threads ----------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @both
 def test_fork(bucket: Any) -> None:
     """Forked children read and write with the store of their parent, which goes on working."""

@@ -53,7 +53,7 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, np.str_):
         return list(first) == list(second)
     if isinstance(first, np.generic):
-        return first.dtype == second.dtype and first.tobytes() == second.tobytes()
+        return bool(first.dtype == second.dtype and first.tobytes() == second.tobytes())
     if isinstance(first, float):
         return struct.pack("<d", first) == struct.pack("<d", second)
     if isinstance(first, complex):
@@ -63,7 +63,7 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def same_array(first: Any, second: Any) -> bool:
+def same_array(first: object, second: object) -> bool:
     """The same kind, element type, shape and bits. Strides may differ."""
     one, two = source(first), source(second)
     return one.spec == two.spec and read_all(one) == read_all(two)

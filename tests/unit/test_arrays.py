@@ -197,7 +197,7 @@ REFUSED = {
     "structured in parts": (np.zeros(2, [("a", "O")]), "Python objects"),
     "longdouble": (np.zeros(2, np.longdouble), "differ between machines"),
     "clongdouble": (np.zeros(2, np.clongdouble), "differ between machines"),
-    "masked": (np.ma.masked_array([1, 2], [0, 1]), "subclass"),
+    "masked": (np.ma.masked_array([1, 2], [False, True]), "subclass"),
     "record array": (np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]), "subclass"),
 }
 
@@ -263,7 +263,8 @@ def test_into_existing_memory(name: str) -> None:
     assert raw(plain) == raw(array)
     assert destination.finish() is plain
     room = np.zeros((6, 4, 10), array.dtype)
-    for target in (np.zeros((5, 4, 3), array.dtype).T, room[::2, :, ::-2], np.zeros_like(array, order="F")):
+    others: list[np.ndarray[Any, Any]] = [np.zeros((5, 4, 3), array.dtype).T, room[::2, :, ::-2]]
+    for target in [*others, np.zeros_like(array, order="F")]:
         assert fill(spec, target, raw(array)) is target
         assert raw(target) == raw(array)
 

@@ -178,6 +178,7 @@ def test_raw_frame_is_the_header_and_the_bytes() -> None:
     """Mode raw never compresses, and noise is stored raw in every mode."""
     zeros = bytes(10_000)
     assert encode(zeros, 4, "raw") == seal(0, 4, 10_000, 10_000) + zeros
+    assert encode(zeros, 0, "raw") == seal(0, 1, 10_000, 10_000) + zeros
     data = noise(100_000)
     for mode in ("auto", "raw", "max"):
         assert encode(data, 4, mode) == seal(0, 4, 100_000, 100_000) + data
@@ -203,6 +204,21 @@ def test_runs_shrink_to_next_to_nothing() -> None:
     """A megabyte of zeros takes less than a kilobyte, at any item size."""
     for item_size in (0, 1, 2, 4, 8):
         assert len(encode(bytes(1 << 20), item_size)) < 1024
+
+
+def test_text_that_repeats_is_found() -> None:
+    """Lines that come again, far apart, are found as such: a code for their letters alone would save little."""
+    rng = np.random.default_rng(0)
+    lines = rng.integers(97, 123, (400, 60), np.uint8)
+    text = lines[rng.integers(0, 400, 8000)].tobytes()
+    assert len(round_trip(text, 1)) < len(text) / 8
+
+
+def test_no_gain_at_all_is_stored_raw() -> None:
+    """Around the length where planes are exactly as long as the data, the frame is a valid one of either kind."""
+    codec_of = [round_trip(noise(400) + bytes(zeros), 1)[5] for zeros in range(80)]
+    assert codec_of == sorted(codec_of)
+    assert set(codec_of) == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
@@ -399,6 +415,7 @@ def test_newer_version_asks_for_an_upgrade() -> None:
         seal(0, 4, 100, 100, zero=1),
         seal(0, 4, 100, 100, last=1),
         seal(2, 4, 100, 100),
+        seal(2, 4, 100, 99),
         seal(0, 0, 100, 100),
         seal(0, 3, 100, 100),
         seal(1, 16, 100, 99),
@@ -522,6 +539,7 @@ def test_the_lie_about_the_content_size_is_believed_at_first() -> None:
     "frame",
     [
         pytest.param(forge((2, packed(ZEROS)), (0, ZEROS)), id="unknown method"),
+        pytest.param(forge((1, packed(noise(LENGTH))), (1, packed(ZEROS))), id="zstd plane longer than raw"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS[1:])), id="raw plane too short"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS + b"x")), id="raw plane too long"),
         pytest.param(forge((1, packed(ZEROS)), (0, ZEROS[1:]), tail=b"x", raw_length=2 * LENGTH), id="tail for plane"),

@@ -1,0 +1,160 @@
+"""What all commands share: their common options, how they open a repository, how they print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+import ckptstore
+from ckptstore.cli._format import clean
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.manifest import Manifest, check_epoch
+
+WIDTH_OF_A_PIPE = 160  # nobody wants a table cut at 80 columns in a file
+_OPTION = "--option KEY=VALUE"
+_TEXT_OPTIONS = {"key", "secret", "token", "username", "password", "endpoint_url", "project"}
+
+debug = False
+"""Whether an error is to show its traceback. Set by ``--debug``, wherever on the line it stands."""
+
+
+def _set_debug(value: bool) -> bool:
+    global debug  # one process runs one command
+    debug = debug or value
+    if value:
+        logging.getLogger("ckptstore").setLevel(logging.DEBUG)
+    return value
+
+
+def forget_debug() -> None:
+    """Before a command line is read: ``--debug`` is off."""
+    global debug
+    debug = False
+    logging.getLogger("ckptstore").setLevel(logging.NOTSET)
+
+
+Url = Annotated[
+    str, typer.Argument(metavar="URL", show_default=False, help="A folder, s3://bucket/prefix or gs://bucket/prefix.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="A storage option for s3fs or gcsfs, e.g. endpoint_url=http://host:9000. May be repeated. Secrets "
+        "are better off in the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, "
+        "GOOGLE_APPLICATION_CREDENTIALS.",
+    ),
+]
+Unsafe = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-single-writer",
+        help="Accept a server that ignores conditional puts: you promise that only one process writes at a time.",
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
+
+
+def open_repository(url: str, options: Sequence[str] | None, unsafe: bool, *, create: bool) -> ckptstore.Repository:
+    """The repository at ``url``; only a command that writes may create it."""
+    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe)
+
+
+def storage_options(options: Sequence[str] | None) -> dict[str, Any] | None:
+    """``KEY=VALUE`` options as a dict. Values are JSON where they can be, but a key of digits stays text."""
+    pairs = split_pairs(options or (), _OPTION)
+    return {k: v if k in _TEXT_OPTIONS else as_value(v) for k, v in pairs.items()} or None
+
+
+def split_pairs(pairs: Sequence[str], what: str) -> dict[str, str]:
+    """``KEY=VALUE`` texts as a dict; ``what`` is the form that a message asks for.
+
+    Raises:
+        InvalidArgumentError: one has no ``=``, or a key is there twice.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            shown = key if what == _OPTION else pair  # an option's value may be a secret
+            raise InvalidArgumentError(f"{clean(shown)!r} is not of the form {what}")
+        if key in found:
+            raise InvalidArgumentError(f"{what}: {clean(key)!r} is there twice")
+        found[key] = value
+    return found
+
+
+def as_value(text: str) -> Any:
+    """JSON where ``text`` is JSON (a number, true, null, a list, ...), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def checked_epoch(epoch: int | None) -> int | None:
+    """Refuse an impossible epoch before a store is asked."""
+    return None if epoch is None else check_epoch(epoch)
+
+
+def bytes_stored(manifest: Manifest) -> int:
+    """Bytes on the store that a checkpoint needs, whoever sent them."""
+    return sum(entry.bytes_stored + entry.stored_length for entry in manifest.records)
+
+
+def out() -> Console:
+    """Stdout, for people."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE)
+
+
+def print_json(text: str) -> None:
+    """Stdout, for programs."""
+    sys.stdout.write(text + "\n")
+
+
+def warn(message: str) -> None:
+    """One line on stderr."""
+    say("warning", message, "yellow")
+
+
+def say(word: str, message: str, style: str) -> None:
+    """``word: message`` on stderr in one line, however long; coloured on a terminal."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble((f"{word}:", style), " ", clean(message)))
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A callback for the library that moves a bar on stderr, if that is a terminal.
+
+    The library counts each epoch from zero; every new count is shown as a round of its own.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        last, rounds = 0, 1
+
+        def move(done: int, total: int) -> None:
+            nonlocal last, rounds
+            if done < last:
+                rounds += 1
+                bar.reset(task, description=f"{what} ({rounds})")
+            last = done
+            bar.update(task, completed=done, total=total)
+
+        yield move

@@ -1,0 +1,91 @@
+"""How the commands show values to people, and how they turn them into JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in binary units with three digits: ``512 B``, ``1.50 KiB``, ``31.5 MiB``."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
+    while value >= 1023.5 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    if units[0] == "B":
+        return f"{int(value)} B"
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f} {units[0]}"
+
+
+def ratio(state: int, stored: int) -> str:
+    """How many bytes of state one stored byte holds."""
+    return f"{state / stored:.2f}" if stored and state else "-"
+
+
+def ago(created: str, now: datetime | None = None) -> str:
+    """A point in time (RFC 3339) as its distance from now; as it is where that makes no sense."""
+    try:
+        seconds = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return clean(created)
+    if seconds < -60:  # another machine's clock
+        return clean(created)
+    for limit, unit, name in ((60, 1, "s"), (3600, 60, "min"), (172_800, 3600, "h"), (math.inf, 86_400, "days")):
+        if seconds < limit:
+            return f"{max(0, int(seconds // unit))} {name} ago"
+    return clean(created)
+
+
+def clean(text: str) -> str:
+    """``text`` with everything escaped that could move a cursor or break a line: it may come from anywhere."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def brief(metadata: Mapping[str, Any]) -> str:
+    """Metadata in one short line: ``loss=2.31, tokens=40960``."""
+    return ", ".join(f"{clean(key)}={_value(value)}" for key, value in metadata.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = clean(value if isinstance(value, str) else repr(value))
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def short_key(key: str) -> str:
+    """An object's key with its digests cut to eight digits, for a line of eighty columns."""
+    return "/".join(part if len(part) < 32 or not part.isalnum() else part[:8] + "…" for part in key.split("/"))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as one line of bars, the lowest and the highest as the shortest and the tallest."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((value - low) / step)] for value in values)
+
+
+def plain(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: what JSON has no word for becomes text."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return repr(value)
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON in ASCII, for every terminal and every parser."""
+    return json.dumps(plain(value), indent=2, allow_nan=False)

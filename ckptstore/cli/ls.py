@@ -1,0 +1,104 @@
+"""``ckptstore ls``: all checkpoints of a repository."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ckptstore import Repository
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.checkpoint import metadata_of
+from ckptstore.cli._common import (
+    Debug,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    bytes_stored,
+    open_repository,
+    out,
+    print_json,
+    warn,
+)
+from ckptstore.cli._format import ago, brief, clean, ratio, size, to_json
+from ckptstore.errors import CorruptionError
+from ckptstore.manifest import Manifest
+
+_WIDE = 100  # columns from which on the records are listed by name
+_Listing = list[tuple[Committed, Manifest | CorruptionError]]
+
+
+def ls(url: Url, json: Json = False, option: Options = None, unsafe: Unsafe = False, debug: Debug = False) -> None:
+    """List all checkpoints.
+
+    One listing and one small read an epoch; no chunk is looked at (that is [bold]verify[/bold]). An epoch whose
+    manifest is damaged is listed as damaged, and the exit code is 0 all the same: the listing itself is complete.
+
+    Example: [cyan]ckptstore ls s3://runs/llama[/cyan]
+    """
+    with open_repository(url, option, unsafe, create=False) as repo:
+        catalog = Catalog(repo.store)
+        listing: _Listing = catalog.manifests(catalog.committed())
+        if json:
+            print_json(to_json(_as_json(repo, listing)))
+        else:
+            _print(repo, listing)
+    damaged = sum(isinstance(found, CorruptionError) for _, found in listing)
+    if damaged:
+        warn(f"{damaged} of {len(listing)} manifests are damaged: see `ckptstore verify`")
+
+
+def _as_json(repo: Repository, listing: _Listing) -> dict[str, Any]:
+    return {"url": repo.url, "repository": repo.id, "epochs": [_entry(*pair) for pair in listing]}
+
+
+def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, Any]:
+    entry: dict[str, Any] = {"epoch": commit.epoch, "generation": commit.generation, "key": commit.key}
+    if isinstance(found, CorruptionError):
+        return {**entry, "damaged": found.message}
+    return {
+        **entry,
+        "damaged": None,
+        "created": found.created,
+        "records": [record.name for record in found.records],
+        "bytes_state": found.bytes_state,
+        "bytes_stored": bytes_stored(found),
+        "bytes_sent": found.bytes_sent,
+        "metadata": metadata_of(found),
+    }
+
+
+def _print(repo: Repository, listing: _Listing) -> None:
+    console = out()
+    if not listing:
+        console.print(Text(f"{repo.url} holds no checkpoint yet."))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("epoch", "gen", "state", "stored", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("created", no_wrap=True)
+    wide = console.width >= _WIDE
+    table.add_column("records", no_wrap=True, overflow="ellipsis", justify="left" if wide else "right")
+    table.add_column("metadata")  # the only one that may shrink
+    for commit, found in listing:
+        number, generation = str(commit.epoch), str(commit.generation)
+        if isinstance(found, CorruptionError):
+            reason = Text(
+                clean(found.message.replace(commit.key, "manifest", 1)), "red", no_wrap=True, overflow="ellipsis"
+            )
+            table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), "-", reason)
+            continue
+        stored = bytes_stored(found)
+        names = clean(" ".join(record.name for record in found.records)) if wide else str(len(found.records))
+        sizes = (size(found.bytes_state), size(stored), ratio(found.bytes_state, stored))
+        table.add_row(
+            number,
+            generation,
+            *sizes,
+            ago(found.created),
+            Text(names),
+            Text(brief(metadata_of(found)), no_wrap=True, overflow="ellipsis"),
+        )
+    console.print(table)

@@ -1,0 +1,204 @@
+"""``ckptstore restore``: the files of a checkpoint back into a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ckptstore import Checkpoint, Repository
+from ckptstore.cli._common import (
+    Debug,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    checked_epoch,
+    open_repository,
+    out,
+    print_json,
+    progress_bar,
+    warn,
+)
+from ckptstore.cli._format import clean, size, to_json
+from ckptstore.cli.show import pick
+from ckptstore.errors import AlreadyExistsError, CorruptionError, InvalidArgumentError, RecordNotFoundError
+
+_To = Annotated[Path, typer.Option("--to", metavar="DIR", show_default=False, help="The folder, made if need be.")]
+_Epoch = Annotated[
+    int | None, typer.Option("--epoch", metavar="N", show_default=False, help="Default: the newest intact epoch.")
+]
+_Records = Annotated[
+    list[str] | None,
+    typer.Option("--record", metavar="NAME", show_default=False, help="Only this record. May be repeated."),
+]
+_Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def restore(
+    url: Url,
+    to: _To,
+    epoch: _Epoch = None,
+    record: _Records = None,
+    force: _Force = False,
+    json: Json = False,
+    option: Options = None,
+    unsafe: Unsafe = False,
+    debug: Debug = False,
+) -> None:
+    """Write the file records of a checkpoint into a folder, each under the name its file had.
+
+    Every byte is verified before a file appears under its name; existing files are refused, not overwritten. Without
+    [cyan]--epoch[/cyan] it steps back over damaged epochs and says so. States (saved from Python) are no files: load
+    them in Python.
+
+    Example: [cyan]ckptstore restore s3://runs/llama --epoch 7 --to out/[/cyan]
+    """
+    number = checked_epoch(epoch)
+    if to.exists() and not to.is_dir():
+        raise InvalidArgumentError(f"{clean(str(to))} is no folder: choose another --to")
+    begun = time.perf_counter()
+    with open_repository(url, option, unsafe, create=False) as repo:
+        ckpt, files = _restore(repo, number, record, to, force)
+    seconds = time.perf_counter() - begun
+    total = sum(ckpt.records[name].bytes_state for name in files)
+    if json:
+        written = [{"record": n, "path": str(p), "bytes": ckpt.records[n].bytes_state} for n, p in files.items()]
+        skipped = [{"epoch": s.epoch, "key": s.key, "reason": s.reason} for s in ckpt.skipped]
+        facts = {"url": repo.url, "epoch": ckpt.epoch, "files": written, "bytes": total, "skipped": skipped}
+        print_json(to_json({**facts, "seconds": round(seconds, 3)}))
+        return
+    for name, path in files.items():
+        out().print(Text(f"{clean(str(path))}  {size(ckpt.records[name].bytes_state)}"))
+    out().print(Text(f"restored epoch {ckpt.epoch}: {len(files)} files, {size(total)}, in {seconds:.1f} s"))
+
+
+def _restore(
+    repo: Repository, epoch: int | None, wanted: Sequence[str] | None, to: Path, force: bool
+) -> tuple[Checkpoint, dict[str, Path]]:
+    """Restore; when no epoch was named and the newest turns out damaged, the next older one."""
+    while True:
+        ckpt = pick(repo, epoch)
+        files = _choose(repo, ckpt, wanted, to)
+        _refuse_existing(files, force)
+        try:
+            _write(ckpt, files, to, force)
+            return ckpt, files
+        except CorruptionError as error:
+            if epoch is not None:
+                raise
+            # The repository remembers the damage: latest() will step over this epoch, or say that none is left.
+            warn(f"epoch {ckpt.epoch}: {error}")
+
+
+def _choose(repo: Repository, ckpt: Checkpoint, wanted: Sequence[str] | None, to: Path) -> dict[str, Path]:
+    """Record name → path. Everything that could go wrong by choice is refused here, before a byte is read."""
+    names = list(dict.fromkeys(wanted or sorted(ckpt.records)))
+    unknown = [name for name in names if name not in ckpt.records]
+    if unknown:
+        raise RecordNotFoundError(f"epoch {ckpt.epoch} has no record {unknown[0]!r}; it has {sorted(ckpt.records)}")
+    states = [name for name in names if ckpt.records[name].kind != "file"]
+    if states:
+        files = [name for name in names if name not in states]
+        are = "is a state, no file" if len(states) == 1 else "are states, no files"
+        load = f"ckptstore.open({repo.url!r}).checkpoint({ckpt.epoch}).load({states[0]!r})"
+        rest = "; the files alone: " + " ".join(f"--record {name}" for name in files) if files else ""
+        raise InvalidArgumentError(
+            f"{', '.join(states)} of epoch {ckpt.epoch} {are}: nothing was written. Load in Python: {load}{rest}",
+            epoch=ckpt.epoch,
+        )
+    files_of: dict[str, Path] = {}
+    owner: dict[str, str] = {}
+    for name in names:
+        file = _file_name(ckpt, name)
+        if file in owner:
+            raise InvalidArgumentError(
+                f"records {owner[file]!r} and {name!r} were both files named {clean(file)!r}: restore them one by one, "
+                "with --record and different --to"
+            )
+        owner[file] = name
+        files_of[name] = to / file
+    return files_of
+
+
+def _file_name(ckpt: Checkpoint, name: str) -> str:
+    """A file name, whatever the store says: never a path that leads out of the folder."""
+    file = ckpt.file_name(name).replace("/", "_").replace("\0", "_")
+    return file if file not in ("", ".", "..") else "record"
+
+
+def _refuse_existing(files: dict[str, Path], force: bool) -> None:
+    for path in files.values():
+        if os.path.lexists(path) and (not force or (path.is_dir() and not path.is_symlink())):
+            raise AlreadyExistsError(
+                f"{clean(str(path))} exists: choose another --to" + ("" if force else ", or overwrite with --force")
+            )
+
+
+def _write(ckpt: Checkpoint, files: dict[str, Path], to: Path, force: bool) -> None:
+    """All files first aside, verified and synced, then into place: a damaged record leaves nothing behind."""
+    with _folder(to), _aside(to) as aside, progress_bar("restoring") as move:
+        total = sum(ckpt.records[name].bytes_state for name in files)
+        before = 0
+        for number, name in enumerate(files):
+            ckpt.read_file(name, aside / str(number), _shifted(move, before, total))
+            before += ckpt.records[name].bytes_state
+        for number, path in enumerate(files.values()):
+            _place(aside / str(number), path, force)
+
+
+def _shifted(move: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:
+    return lambda done, _: move(before + done, total)
+
+
+def _place(written: Path, path: Path, force: bool) -> None:
+    """Give a file its name, without overwriting what came there meanwhile."""
+    if force:
+        os.replace(written, path)
+        return
+    try:
+        os.link(written, path)
+    except FileExistsError as error:
+        raise AlreadyExistsError(f"{clean(str(path))} appeared meanwhile and was not overwritten") from error
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _refuse_existing({"": path}, force)
+        os.rename(written, path)
+
+
+@contextmanager
+def _folder(to: Path) -> Iterator[None]:
+    """Make the folder; if it was made for nothing, remove it again."""
+    made = [folder for folder in (to, *to.parents) if not folder.exists()]
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+        raise
+
+
+@contextmanager
+def _aside(to: Path) -> Iterator[Path]:
+    """A scratch folder on the same file system."""
+    aside = to / f".ckptstore-{uuid.uuid4().hex[:12]}"
+    aside.mkdir()
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,117 @@
+"""``ckptstore save``: files of any trainer as one checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ckptstore import Checkpoint, Tally
+from ckptstore.cli._common import (
+    Debug,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    as_value,
+    open_repository,
+    out,
+    print_json,
+    progress_bar,
+    split_pairs,
+)
+from ckptstore.cli._format import clean, ratio, size, to_json
+from ckptstore.errors import InvalidRecordError, NotFoundError
+from ckptstore.manifest import check_epoch, check_record_name
+from ckptstore.pipeline import Meter
+
+_Files = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME=FILE", show_default=False, help="Records: a name and the file it is read from."),
+]
+_Epoch = Annotated[
+    int, typer.Option("--epoch", metavar="N", show_default=False, help="The epoch or step to save it as.")
+]
+_Metadata = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--metadata",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="About the checkpoint, e.g. loss=0.31. JSON where it can be read as such, else text. May be repeated.",
+    ),
+]
+_Replace = Annotated[
+    bool,
+    typer.Option("--replace", help="Replace an existing epoch. Its old content stays until the new one is committed."),
+]
+
+
+def save(
+    url: Url,
+    records: _Files,
+    epoch: _Epoch,
+    metadata: _Metadata = None,
+    replace: _Replace = False,
+    json: Json = False,
+    option: Options = None,
+    unsafe: Unsafe = False,
+    debug: Debug = False,
+) -> None:
+    """Save files as one checkpoint: all of them, durably, or nothing.
+
+    Example: [cyan]ckptstore save runs/demo --epoch 7 model=model.bin optimizer=optim.bin --metadata loss=0.31[/cyan]
+    """
+    number = check_epoch(epoch)
+    files = {check_record_name(name): _checked(path) for name, path in split_pairs(records, "NAME=FILE").items()}
+    facts = {key: as_value(value) for key, value in split_pairs(metadata or (), "--metadata KEY=VALUE").items()}
+    total = sum(path.stat().st_size for path in files.values())
+    begun = time.perf_counter()
+    with open_repository(url, option, unsafe, create=True) as repo:
+        # begin() has no progress of its own, because it cannot know the total; we do.
+        with progress_bar("saving") as move, repo._begin(number, facts, replace, Meter(move, total)) as txn:
+            for name, path in files.items():
+                txn.write_file(name, path)
+            ckpt: Checkpoint = txn.commit()
+        seconds = time.perf_counter() - begun
+        report = ckpt.report or Tally()
+        if json:
+            print_json(to_json(_as_json(repo.url, ckpt, report, seconds)))
+        else:
+            _print(repo.url, ckpt, report, seconds)
+
+
+def _print(url: str, ckpt: Checkpoint, report: Tally, seconds: float) -> None:
+    stored = sum(record.bytes_stored for record in ckpt.records.values())
+    sizes = f"{size(report.bytes_state)} as {size(stored)} (ratio {ratio(report.bytes_state, stored)})"
+    records = f"{len(ckpt.records)} record{'' if len(ckpt.records) == 1 else 's'}"
+    moved = f"sent {size(report.bytes_sent)}, found {size(report.bytes_reused)} there already"
+    out().print(Text(f"saved epoch {ckpt.epoch} in {clean(url)}: {records}, {sizes}; {moved}, in {seconds:.1f} s"))
+
+
+def _checked(text: str) -> Path:
+    """A file that can be read, or an error before anything is opened or created."""
+    path = Path(text)
+    if not path.exists():
+        raise NotFoundError(f"{clean(text)} does not exist: nothing was saved")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise InvalidRecordError(f"{clean(text)} is no file that can be read: nothing was saved")
+    return path
+
+
+def _as_json(url: str, ckpt: Checkpoint, report: Tally, seconds: float) -> dict[str, Any]:
+    return {
+        "url": url,
+        "epoch": ckpt.epoch,
+        "generation": ckpt.generation,
+        "records": sorted(ckpt.records),
+        "bytes_state": report.bytes_state,
+        "bytes_stored": sum(record.bytes_stored for record in ckpt.records.values()),
+        "bytes_sent": report.bytes_sent,
+        "bytes_reused": report.bytes_reused,
+        "seconds": round(seconds, 3),
+    }
