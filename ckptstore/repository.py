@@ -218,6 +218,8 @@ class Repository:
         commits = self._catalog.committed(number)
         if not commits:
             raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
+        # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
+        self._catalog.manifests(self._catalog.committed())
         delete_commits(self._catalog, commits, "its epoch was deleted")
 
     def prune(self, policy: Policy | None = None, dry_run: bool = False) -> PruneReport:

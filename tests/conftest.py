@@ -8,14 +8,17 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import servers` under importlib mode
 
-import servers
+if TYPE_CHECKING:
+    from tests import servers  # the name under which the type checker knows it
+else:
+    import servers
 
 settings.register_profile("dev", deadline=None, max_examples=30)
 settings.register_profile(

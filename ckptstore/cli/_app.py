@@ -51,6 +51,7 @@ _WORDS = (
     ("pass unsafe_single_writer=True", "use --unsafe-single-writer"),
     ("put them into storage_options", "give them by environment or --option"),
     ("storage_options are", "--option is"),
+    ("in storage_options", "given by --option"),
 )
 
 # Typer carries its own copy of click in newer versions; this is the usage error of whichever it uses.
@@ -108,7 +109,6 @@ def _root(
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Errors are one line on stderr."""
-    _common.forget_debug()
     handler = _Warnings()
     log = logging.getLogger("ckptstore")
     log.addHandler(handler)
@@ -116,6 +116,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         code = _run(argv)
     finally:
         log.removeHandler(handler)
+        _common.forget_debug()
     try:
         sys.stdout.flush()
     except BrokenPipeError:

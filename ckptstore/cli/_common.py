@@ -19,7 +19,7 @@ from ckptstore.cli._format import clean
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.manifest import Manifest, check_epoch
 
-WIDTH_OF_A_PIPE = 160  # nobody wants a table cut at 80 columns in a file
+WIDTH_OF_A_PIPE = 250  # nobody wants a table cut at 80 columns in a file
 _OPTION = "--option KEY=VALUE"
 _TEXT_OPTIONS = {"key", "secret", "token", "username", "password", "endpoint_url", "project"}
 
@@ -36,7 +36,7 @@ def _set_debug(value: bool) -> bool:
 
 
 def forget_debug() -> None:
-    """Before a command line is read: ``--debug`` is off."""
+    """After a command: the next one in this process, and the program around it, log as they did before."""
     global debug
     debug = False
     logging.getLogger("ckptstore").setLevel(logging.NOTSET)

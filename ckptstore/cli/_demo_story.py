@@ -36,9 +36,10 @@ class Story:
         self._console = Console(file=stream, highlight=False, width=None if stream.isatty() else 80, soft_wrap=True)
         self._status: Status | None = None
         self._say(Text.assemble(("ckptstore demo", "bold"), f"  seed {shape.seed}, in {clean(place)}"))
-        fate = "What it saves is kept." if keep else "What it saves is removed at the end."
+        fate = "Kept." if keep else "Removed at the end."
         self._say(Text("A small language model in NumPy learns Python's manual, letter by letter:", "dim"))
         self._say(Text(f"two hidden layers, Adam, warm-up and cosine. {fate}", "dim"))
+        self._say(Text("Three lines of its loop do it: open(url), latest(deep=True), save(epoch, state).", "dim"))
 
     def __enter__(self) -> Story:
         if self._console.is_terminal:

@@ -99,6 +99,10 @@ def _print(repo: Repository, listing: _Listing) -> None:
             *sizes,
             ago(found.created),
             Text(names),
-            Text(brief(metadata_of(found)), no_wrap=True, overflow="ellipsis"),
+            _line(brief(metadata_of(found))),
         )
     console.print(table)
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(clean(text), style, no_wrap=True, overflow="ellipsis")

@@ -80,6 +80,8 @@ class Killer:
         os.kill(pid, signal.SIGKILL)
         done = False
         while (words := self.read())[0] != "ended":
+            if words[0] == "begin":  # it was faster than the dice: then this save is the one that is cut off
+                begun, done = int(words[1]), False
             if words[0] == "done":
                 done = True
                 self.check_resumed_save(int(words[1]), int(words[3]))

@@ -6,10 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import servers
 
 from ckptstore.errors import AccessError, InvalidArgumentError, RetriesExhaustedError
 from ckptstore.stores import (
@@ -26,6 +25,11 @@ from ckptstore.stores import (
     open_store,
     probe_conditional_put,
 )
+
+if TYPE_CHECKING:
+    from tests import servers
+else:
+    import servers
 
 OPTIONS = {"key": "k", "secret": "s"}
 

@@ -10,12 +10,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import s3fs
-import servers
-from servers import Reply, Request, ScriptedServer, s3_error
 
 from ckptstore.errors import (
     AccessError,
@@ -31,6 +29,13 @@ from ckptstore.errors import (
 )
 from ckptstore.stores import RemoteStore, RetryPolicy, RetryStore, Store, probe_conditional_put, remote
 from ckptstore.stores.remote_backends import S3Backend, parse_time
+
+if TYPE_CHECKING:
+    from tests import servers
+    from tests.servers import Reply, Request, ScriptedServer, s3_error
+else:
+    import servers
+    from servers import Reply, Request, ScriptedServer, s3_error
 
 pytestmark = pytest.mark.timeout(180)
 
