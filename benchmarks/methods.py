@@ -128,7 +128,7 @@ class PlainFile(Method):
         sync_folder(self.place.path)
 
     def restore(self) -> Any:
-        data = np.empty(os.path.getsize(self.path), np.uint8)
+        data: Bytes = torch.empty(os.path.getsize(self.path), dtype=torch.uint8).numpy()
         with open(self.path, "rb", buffering=0) as file:
             filled = 0
             while filled < data.size:

@@ -127,11 +127,12 @@ class Catalog:
             FormatError: a newer version wrote a manifest; stepping over it would hide good epochs.
             TransientError: checkpoints are replaced as fast as they are looked at.
         """
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS - 1):
             manifest, skipped, vanished = self._look_for_newest(deep, without, progress)
             if not vanished:
                 return manifest, skipped
-        if manifest is None:
+        manifest, skipped, vanished = self._look_for_newest(deep, without, progress)
+        if vanished and manifest is None:
             raise TransientError("checkpoints are removed or replaced as fast as they are looked at: try again")
         return manifest, skipped
 

@@ -126,11 +126,7 @@ class HeldLease:
             try:
                 before = self._store.info(self._key).modified
             except ObjectNotFoundError as error:
-                raise TransactionError(
-                    f"the lease of this save ({self._key}) is gone: another process cleaned the attempt up. Save again",
-                    key=self._key,
-                    epoch=self.lease.epoch,
-                ) from error
+                raise self._gone() from error
             if self._put() - before > LAPSE:
                 self.lapsed = True
 
@@ -154,8 +150,18 @@ class HeldLease:
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
         self._store.put(self._key, encode_lease(self.lease))
-        self.renewed = self._store.info(self._key).modified
+        try:
+            self.renewed = self._store.info(self._key).modified
+        except ObjectNotFoundError as error:
+            raise self._gone() from error
         return self.renewed
+
+    def _gone(self) -> TransactionError:
+        return TransactionError(
+            f"the lease of this save ({self._key}) is gone: another process cleaned the attempt up. Save again",
+            key=self._key,
+            epoch=self.lease.epoch,
+        )
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT):
@@ -173,7 +179,10 @@ def _identity(pid: int) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if status[0] in "ZX":  # killed, and nobody has asked for its exit code yet
+            return f"gone/{pid}"
+        start = status[19]
     except FileNotFoundError:
         return f"gone/{pid}" if os.path.exists("/proc/self/stat") else ""
     except OSError:

@@ -286,6 +286,9 @@ class Transaction:
         try:
             if is_condemned(self._store, self._attempt):
                 self._swept(keys.condemned_key(self._attempt))
+            # No flag: no sweeper of ours has begun, and then it will see our manifest; or one has come to its end, and
+            # then all that is only ours is gone, this index among it. (A gc with a short grace does not wait for a lapse.)
+            self._prove_exists(manifest.records[0].key)
             if committed - self._lease.renewed > LAPSE:
                 self._prove_objects(manifest)
         except TransactionError as error:
@@ -303,10 +306,13 @@ class Transaction:
         for problem in missing_chunks(self._store, self._writer.referenced.values()):
             self._swept(problem.key)
         for entry in manifest.records:
-            try:
-                self._store.info(entry.key)
-            except ObjectNotFoundError:
-                self._swept(entry.key)
+            self._prove_exists(entry.key)
+
+    def _prove_exists(self, key: str) -> None:
+        try:
+            self._store.info(key)
+        except ObjectNotFoundError:
+            self._swept(key)
 
     def _swept(self, key: str) -> None:
         raise TransactionError(

@@ -6,7 +6,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,10 @@ import ckptstore
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from make_golden import golden_state  # noqa: E402 (importlib mode: tests are no package)
+if TYPE_CHECKING:
+    from tests.format.make_golden import golden_state
+else:
+    from make_golden import golden_state  # importlib mode: tests are no package
 
 VERSIONS = sorted(path.name for path in (HERE / "golden").iterdir())
 

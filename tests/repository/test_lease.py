@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore import CorruptionError, KeepLast, Repository, TransactionError, TransientError, keys
-from ckptstore.lease import EXPIRY, HEARTBEAT, HeldLease
+from ckptstore import CorruptionError, EpochExistsError, KeepLast, Repository, TransactionError, TransientError, keys
+from ckptstore.lease import EXPIRY, HEARTBEAT, LAPSE, HeldLease
 from ckptstore.manifest import decode_lease, encode_lease
 from ckptstore.stores import MemoryStore
 from ckptstore.stores.base import Store
@@ -124,7 +124,7 @@ def test_adopted_chunks_are_spared(store: MemoryStore, clock: Clock) -> None:
     txn = writing(store)
     assert txn._adopted == (dead._attempt,)
     assert [key for key in own_objects(store, txn) if "/chunks/" in key] == []
-    clock.go(EXPIRY - 1)
+    clock.go(LAPSE - 1)
     report = open_repo(store).gc()
     chunks = [key for key in own_objects(store, dead) if "/chunks/" in key]
     assert chunks
@@ -363,14 +363,11 @@ def test_a_living_attempt_is_not_adopted(store: MemoryStore, clock: Clock) -> No
     second = writing(store)
     assert second._adopted == ()
     second.commit()
-    with pytest.raises(CkptError):
+    with pytest.raises(EpochExistsError):
         first.commit()
     first.abort()
     open_repo(store).gc(grace=0)
     assert_no_debris(store)
-
-
-from ckptstore import EpochExistsError as CkptError  # noqa: E402
 
 
 # ---- gc and prune -------------------------------------------------------------------------------------------
