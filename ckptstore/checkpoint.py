@@ -161,7 +161,7 @@ class Checkpoint:
         found = skeleton.get("file") if entry.kind == "file" and isinstance(skeleton, dict) else None
         # From the store, so not to be trusted as a path.
         safe = isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..")
-        return str(found) if safe else name
+        return str(found) if safe else name.rpartition("/")[2]
 
     def _entry(self, name: str) -> RecordEntry:
         entry = self._manifest.record(name)
@@ -264,7 +264,8 @@ class _Load:
         for number, found in places.items():
             for other in found[1:]:  # tied in the checkpoint, separate in the target
                 other.buffer[:] = found[0].buffer
-            values[number] = [destination.finish() for destination in found][0]
+            finished = [destination.finish() for destination in found]
+            values[number] = finished[0]
         return fill_into(self._skeleton, self._into, lambda number: values[number])
 
 

@@ -176,11 +176,16 @@ def check_record_name(name: object) -> str:
     """A record name: path-like segments of ``[A-Za-z0-9_][A-Za-z0-9._-]*``, at most 255 characters."""
     if not isinstance(name, str):
         raise InvalidRecordError(f"a record name must be a str, not {type(name).__name__}")
-    if len(name) > 255 or ".." in name or not all(_NAME_SEGMENT.fullmatch(part) for part in name.split("/")):
+    if not _is_record_name(name):
         raise InvalidRecordError(
             f"{name[:80]!r} is not a record name: use letters, digits, '_', '-', '.' and '/' between names"
         )
     return name
+
+
+def _is_record_name(name: str) -> bool:
+    # Names come back from the store too, and may end up in somebody's path.
+    return len(name) <= 255 and ".." not in name and all(_NAME_SEGMENT.fullmatch(part) for part in name.split("/"))
 
 
 def encode_marker(marker: Marker) -> bytes:
@@ -224,7 +229,8 @@ def decode_manifest(data: bytes, key: str) -> Manifest:
     manifest = _decode_signed(data, Manifest, key, MAX_MANIFEST)
     _require(manifest.key == key, key, "epoch and generation")
     _require(all(_HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
-    names = [entry.name for entry in manifest.records]
+    names = [entry.name for entry in manifest.records if _is_record_name(entry.name)]
+    _require(len(names) == len(manifest.records), key, "record name")
     _require(0 < len(names) == len(set(names)) <= MAX_RECORDS, key, "record names")
     for entry in manifest.records:
         _require(_HEX64.fullmatch(entry.digest) is not None, key, "record digest")

@@ -123,7 +123,7 @@ class Repository:
         states = {check_record_name(name): state for name, state in list(records.items())}
         flats = {name: flatten(state, name) for name, state in states.items()}
         total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
-        with self._begin(epoch, metadata, replace, Meter(progress, total)) as txn:
+        with self.begin(epoch, metadata, replace, progress=progress, total=total) as txn:
             for name, state in states.items():
                 txn.write_flat(name, state, flats[name])
             checkpoint: Checkpoint = txn.commit()
@@ -134,22 +134,23 @@ class Repository:
         epoch: int,
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
+        *,
+        progress: Progress | None = None,
+        total: int = 0,
     ) -> Transaction:
         """Begin a checkpoint that is written record by record.
 
-        Use it as a context manager: leaving the block commits, an exception aborts.
+        Use it as a context manager: leaving the block commits, an exception aborts. ``progress`` is called with
+        ``(bytes done, total)``; ``total`` is yours to give, because the records are not known yet.
 
         Raises:
             EpochExistsError, InvalidArgumentError, InvalidRecordError, StoreError: before anything was committed.
         """
-        return self._begin(epoch, metadata, replace, None)
-
-    def _begin(self, epoch: int, metadata: Mapping[str, Any] | None, replace: bool, meter: Meter | None) -> Transaction:
         number = check_epoch(epoch)
         skeleton = _check_metadata(metadata)
         self._prepare_to_write()
         plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id)
-        return Transaction(self._catalog, plan, self._committed, meter)
+        return Transaction(self._catalog, plan, self._committed, Meter(progress, total))
 
     # ---- reading -------------------------------------------------------------------------------------------
 

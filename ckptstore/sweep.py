@@ -172,6 +172,9 @@ def remove_attempt(catalog: Catalog, attempt: str, reason: str) -> Swept:
     condemn(store, attempt)
     candidates = {info.key: info.size for info in store.list(keys.attempt_prefix(attempt))}
     swept = sweep(catalog, candidates, reason, dead=frozenset([attempt]))
+    for info in store.list(keys.attempt_prefix(attempt), partial=True):
+        store.delete(info.key)
+        swept.removed.append(Removal(info.key, "left by an interrupted put", info.size))
     if not swept.spared:
         # Without lease and objects nobody can find the attempt any more, so its flag has done its work.
         store.delete(keys.lease_key(attempt))

@@ -69,7 +69,7 @@ class Transaction:
     """
 
     def __init__(
-        self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter | None = None
+        self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter
     ) -> None:
         self._catalog = catalog
         self._store = catalog.store
@@ -88,9 +88,8 @@ class Transaction:
         except Exception as error:
             self._give_up(error)
             raise
-        count = (lambda nbytes: None) if meter is None else meter.add
         self._writer = RecordWriter(
-            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, meter=count
+            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, meter=meter.add
         )
 
     @property

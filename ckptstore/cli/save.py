@@ -27,7 +27,6 @@ from ckptstore.cli._common import (
 from ckptstore.cli._format import clean, ratio, size, to_json
 from ckptstore.errors import InvalidRecordError, NotFoundError
 from ckptstore.manifest import check_epoch, check_record_name
-from ckptstore.pipeline import Meter
 
 _Files = Annotated[
     list[str],
@@ -72,8 +71,7 @@ def save(
     total = sum(path.stat().st_size for path in files.values())
     begun = time.perf_counter()
     with open_repository(url, option, unsafe, create=True) as repo:
-        # begin() has no progress of its own, because it cannot know the total; we do.
-        with progress_bar("saving") as move, repo._begin(number, facts, replace, Meter(move, total)) as txn:
+        with progress_bar("saving") as move, repo.begin(number, facts, replace, progress=move, total=total) as txn:
             for name, path in files.items():
                 txn.write_file(name, path)
             ckpt: Checkpoint = txn.commit()
