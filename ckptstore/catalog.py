@@ -89,7 +89,10 @@ class Catalog:
         """What is wrong with a checkpoint: nothing, if it is intact.
 
         Shallow: manifest and indexes are read, chunks are looked up by name and size. Deep: every byte is read.
+        A shallow look cannot see what an earlier deep one or a load found, so a checkpoint that is marked as
+        damaged is always read in full.
         """
+        deep = deep or (manifest.key, manifest.attempt) in self._damaged
         problems: list[Problem] = []
         indexes: list[RecordIndex] = []
         for entry in manifest.records:
@@ -153,9 +156,7 @@ class Catalog:
             except CorruptionError as error:
                 skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
                 continue
-            # A shallow look cannot see what an earlier deep one found, so a marked epoch is read again in full.
-            marked = (manifest.key, manifest.attempt) in self._damaged
-            found = self.problems(manifest, deep=deep or marked, progress=progress)
+            found = self.problems(manifest, deep=deep, progress=progress)
             if not found:
                 return manifest, skipped, vanished
             if not self.exists(manifest):
@@ -180,6 +181,18 @@ class Catalog:
 
         with ThreadPoolExecutor(self.store.traits.concurrency) as pool:
             return [pair for pair in pool.map(read, commits) if pair is not None]
+
+    def spent_attempts(self, epoch: int) -> frozenset[str] | None:
+        """Attempts that a commit of ``epoch`` refers to; None if a manifest of it cannot be read.
+
+        Nobody adopts those: an epoch that is saved again is often one that is damaged, by chunks of just these.
+        """
+        found: set[str] = set()
+        for _, manifest in self.manifests(self.committed(epoch)):
+            if isinstance(manifest, CorruptionError):
+                return None
+            found.update(manifest.attempts, (manifest.attempt,))
+        return frozenset(found)
 
     def reach(self, manifest: Manifest) -> set[str]:
         """Keys of all objects that a checkpoint needs, its manifest aside. CorruptionError if an index is damaged."""

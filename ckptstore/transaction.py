@@ -68,9 +68,7 @@ class Transaction:
     use by several threads at once.
     """
 
-    def __init__(
-        self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter
-    ) -> None:
+    def __init__(self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._plan = plan
@@ -169,9 +167,12 @@ class Transaction:
         known = Known()
         base, _ = self._catalog.newest_intact(without=self._plan.epoch)
         candidates = [s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch]
+        spent = self._catalog.spent_attempts(self._plan.epoch) if candidates else frozenset()
         uses = base.attempts if base is not None else ()
         now = self._lease.claim(base.key if base else None, uses)
-        dead = tuple(s.attempt for s in candidates if seems_dead(s, now))
+        dead = tuple(
+            s.attempt for s in candidates if seems_dead(s, now) and spent is not None and s.attempt not in spent
+        )
         if dead:
             self._lease.claim(base.key if base else None, (*uses, *dead))
         if base is not None and self._catalog.exists(base):
@@ -285,8 +286,8 @@ class Transaction:
         try:
             if is_condemned(self._store, self._attempt):
                 self._swept(keys.condemned_key(self._attempt))
-            # No flag: no sweeper of ours has begun, and then it will see our manifest; or one has come to its end, and
-            # then all that is only ours is gone, this index among it. (A gc with a short grace does not wait for a lapse.)
+            # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
+            # then all that is only ours is gone, this index too. (A gc with a short grace does not wait for a lapse.)
             self._prove_exists(manifest.records[0].key)
             if committed - self._lease.renewed > LAPSE:
                 self._prove_objects(manifest)

@@ -84,7 +84,11 @@ def assert_no_debris(store: Store) -> None:
     assert [info.key for info in store.list("", partial=True)] == []
     local = find_local(store)
     if local is not None:
-        files = {os.path.relpath(os.path.join(at, name), local.root) for at, _, names in os.walk(local.root) for name in names}
+        files = {
+            os.path.relpath(os.path.join(at, name), local.root)
+            for at, _, names in os.walk(local.root)
+            for name in names
+        }
         assert files == reached(store)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,18 @@ def signed(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://host/x", "s3:/bucket", "s3://", "memory://", "", "s3://user:pw@bucket/x", "s3://b/../c", "file://host/x", "a\0b"]
+    "url",
+    [
+        "ftp://host/x",
+        "s3:/bucket",
+        "s3://",
+        "memory://",
+        "",
+        "s3://user:pw@bucket/x",
+        "s3://b/../c",
+        "file://host/x",
+        "a\0b",
+    ],
 )
 def test_bad_url(url: str) -> None:
     """A URL that makes no sense is refused with the forms that do, and never repeats a password."""
@@ -295,7 +307,24 @@ def test_no_pickle(store: MemoryStore, tmp_path: Path) -> None:
 
 # ---- what is asked ------------------------------------------------------------------------------------------
 
-NAMES = ["..", "a/../b", "/abs", "a//b", "a\nb", "", "a b", "é", ".hidden", "-x", "a/", "x" * 256, "C:\\x", "~user", "a/.", "a\0"]
+NAMES = [
+    "..",
+    "a/../b",
+    "/abs",
+    "a//b",
+    "a\nb",
+    "",
+    "a b",
+    "é",
+    ".hidden",
+    "-x",
+    "a/",
+    "x" * 256,
+    "C:\\x",
+    "~user",
+    "a/.",
+    "a\0",
+]
 
 
 @pytest.mark.parametrize("name", [*NAMES, NO_TEXT, None])
@@ -373,7 +402,9 @@ def test_unstorable_values_are_named_together(untouched: MemoryStore, tmp_path: 
         )
     assert "model.hook" in str(caught.value)
     with open(tmp_path / "f", "w") as file, pytest.raises(InvalidRecordError) as caught:
-        open_repo(untouched).save(2, {"optim": {"state": [{"file": file}, {"x": np.array([None], dtype=object)}], "f": file}})
+        open_repo(untouched).save(
+            2, {"optim": {"state": [{"file": file}, {"x": np.array([None], dtype=object)}], "f": file}}
+        )
     for path in ("optim.state.0.file", "optim.state.1.x", "optim.f"):
         assert path in str(caught.value)
 
@@ -407,7 +438,13 @@ def test_missing_epoch_and_record(untouched: MemoryStore, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "options",
-    [{"chunk_size": 1}, {"chunk_size": 1 << 40}, {"chunk_size": "1M"}, {"codec": "gzip"}, {"storage_options": {"a": 1}}],
+    [
+        {"chunk_size": 1},
+        {"chunk_size": 1 << 40},
+        {"chunk_size": "1M"},
+        {"codec": "gzip"},
+        {"storage_options": {"a": 1}},
+    ],
 )
 def test_bad_options(options: dict[str, Any], tmp_path: Path) -> None:
     """An option that makes no sense is InvalidArgumentError, and no folder is made."""
@@ -443,13 +480,13 @@ def test_closed_transaction(store: MemoryStore, tmp_path: Path) -> None:
     aborted.abort()
     before = contents(store)
     for txn in (committed, aborted):
-        for act in (
-            lambda t: t.write("optim", {}),
-            lambda t: t.write_file("optim", tmp_path / "file"),
-            lambda t: t.commit(),
+        for call in (
+            partial(txn.write, "optim", {}),
+            partial(txn.write_file, "optim", tmp_path / "file"),
+            txn.commit,
         ):
-            with pytest.raises(TransactionError, match="committed|aborted"):
-                act(txn)
+            with pytest.raises(TransactionError, match=r"committed|aborted"):
+                call()
         txn.abort()  # harmless
     assert contents(store) == before
     assert repo.epochs() == [1, 2]
@@ -494,7 +531,7 @@ def test_an_exception_aborts(untouched: MemoryStore) -> None:
 
 
 class Meddling(MemoryStore):
-    """Calls ``meddle`` once, in the first put of a chunk: in the middle of a save, in another thread than the caller's."""
+    """Calls ``meddle`` once, in the first put of a chunk: amid a save, in another thread than the caller's."""
 
     meddle: Callable[[], None] | None = None
 
@@ -519,13 +556,18 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("how", MUTATIONS)
 def test_structure_changes_during_a_save(how: str) -> None:
-    """P2: a state whose structure another thread changes during the save is InvalidRecordError; nothing is committed."""
+    """P2: a structure that another thread changes during the save is InvalidRecordError; nothing is committed."""
     store = Meddling()
     repo = open_repo(store)
     repo.save(1, make_state(1))
     before = contents(store)
-    state = {"w": np.random.default_rng(1).standard_normal(50_000), "lr": 0.1, "list": [1, 2], "nested": {"deep": {"x": 1}}}
-    store.meddle = lambda: MUTATIONS[how](state)  # type: ignore[assignment,misc,return-value]
+    state = {
+        "w": np.random.default_rng(1).standard_normal(50_000),
+        "lr": 0.1,
+        "list": [1, 2],
+        "nested": {"deep": {"x": 1}},
+    }
+    store.meddle = lambda: MUTATIONS[how](state)  # type: ignore[assignment]
     with pytest.raises(InvalidRecordError):
         repo.save(2, {"first": {"x": 1}, "model": state})
     assert store.meddle is None
@@ -533,11 +575,11 @@ def test_structure_changes_during_a_save(how: str) -> None:
 
 
 def test_values_change_during_a_save() -> None:
-    """P3: array values that another thread changes during the save give a checkpoint that verifies, of old or new values."""
+    """P3: values that another thread changes during the save give a checkpoint that verifies."""
     store = Meddling()
     repo = open_repo(store)
     state = {"model": {"w": np.zeros(50_000)}}
-    store.meddle = lambda: state["model"]["w"].fill(1.0)  # type: ignore[assignment]
+    store.meddle = lambda: state["model"]["w"].fill(1.0)
     repo.save(1, state)
     assert repo.verify().ok
     loaded = repo.checkpoint(1).load()["model"]["w"]

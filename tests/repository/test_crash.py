@@ -1,4 +1,4 @@
-"""Crash matrix: a crash at every mutation of save, replace, delete, prune and gc, before, after and in the middle of it."""
+"""Crash matrix: a crash before, in and after every mutation of save, replace, delete, prune and gc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.testing import CrashStore, SimulatedCrash
 from tests.repository.conftest import Count
-from tests.repository.helpers import State, assert_no_debris, assert_same, contents, keys_of, make_state, open_repo, pour, tiny_state
+from tests.repository.helpers import (
+    State,
+    assert_no_debris,
+    assert_same,
+    contents,
+    keys_of,
+    make_state,
+    open_repo,
+    pour,
+    tiny_state,
+)
 
 Make = Callable[[int], State]
 
@@ -44,22 +54,22 @@ SCENARIOS = {
     "save": Scenario(lambda repo, make: repo.save(4, make(4)), {4: (None, 4)}, {4: 4}, 4),
     "replace": Scenario(lambda repo, make: repo.save(3, make(13), replace=True), {3: (3, 13)}, {3: 13}, 3),
     "delete": Scenario(lambda repo, _: repo.delete(1), {1: (1, None)}, {1: None}, 1),
-    "prune": Scenario(
-        lambda repo, _: repo.prune(KeepLast(1)), {1: (1, None), 2: (2, None)}, {1: None, 2: None}, 4
-    ),
+    "prune": Scenario(lambda repo, _: repo.prune(KeepLast(1)), {1: (1, None), 2: (2, None)}, {1: None, 2: None}, 4),
     "gc": Scenario(lambda repo, _: repo.gc(grace=0), {}, {}, 4),
 }
 
 
 def prepared(name: str, make: Make) -> dict[str, bytes]:
-    """The objects of a repository in which the scenario can begin: epochs 1 to 3, for gc with debris of every kind."""
+    """The objects of a repository with epochs 1 to 3, and for gc with debris of every kind."""
     store = MemoryStore()
     repo = open_repo(store)
     for epoch in (1, 2, 3):
         repo.save(epoch, make(epoch))
     if name == "gc":
         crash(store, lambda repo: repo.save(4, make(4)), lambda key: key.startswith("manifests/"), "before")
-        crash(store, lambda repo: repo.save(3, make(3), replace=True), lambda key: key.startswith("manifests/"), "after")
+        crash(
+            store, lambda repo: repo.save(3, make(3), replace=True), lambda key: key.startswith("manifests/"), "after"
+        )
         repo.save(5, make(5))
         crash(store, lambda repo: repo.delete(5), lambda key: key.startswith("manifests/"), "after")
         store.put("condemned/" + "0" * 32, b"condemned\n")
@@ -129,6 +139,7 @@ def run_matrix(name: str, modes: tuple[Any, ...], new_store: Callable[[], Store]
     objects = prepared(name, make)
     for mode in modes:
         visible = False
+        inner = new_store()
         for at in itertools.count(1):
             inner = new_store()
             pour(objects, inner)

@@ -1,4 +1,4 @@
-"""Leases and sweeping, with a clock of our own: who is alive is spared, who is dead is swept, a zombie cannot commit."""
+"""Leases and sweeping, with a clock of our own: the living are spared, the dead swept, a zombie cannot commit."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_adopted_chunks_are_spared(store: MemoryStore, clock: Clock) -> None:
 
 
 def test_two_savers_adopt_the_same_dead_attempt(store: MemoryStore, clock: Clock) -> None:
-    """P5: two saves that adopt the same dead attempt: one wins, and the loser's clean-up takes nothing from the winner."""
+    """P5: two saves adopt the same dead attempt: the loser's clean-up takes nothing from the winner."""
     dead = writing(store)
     dead._lease.stop()
     clock.go(4 * HEARTBEAT)
@@ -236,16 +236,21 @@ STEPS = [("info", "leases/"), ("put", "leases/"), ("put", "manifests/"), ("info"
 def test_gc_at_every_step_of_a_commit(
     store: MemoryStore, clock: Clock, step: tuple[str, str], after: bool, silent: bool, grace: float
 ) -> None:
-    """P4: gc at any step of a commit: the commit is refused, or what it committed is whole. Even gc without any grace."""
+    """P4: gc at any step of a commit, even without grace: the commit is refused, or it is whole."""
     between = Interfering(store)
     txn = writing(between)
     if silent:
         clock.go(EXPIRY + 1)
     else:
         clock.go(1)
+
+    def collect() -> None:
+        clock.go(1)
+        open_repo(store).gc(grace=grace)
+
     between.after = after
     between.at = lambda verb, key: (verb, key.split("/")[0] + "/") == step
-    between.interfere = lambda: (clock.go(1), open_repo(store).gc(grace=grace))
+    between.interfere = collect
     try:
         txn.commit()
         committed = True
@@ -262,8 +267,10 @@ def test_gc_at_every_step_of_a_commit(
 
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("step", STEPS, ids=" ".join)
-def test_pause_of_hours_at_every_step_of_a_commit(store: MemoryStore, clock: Clock, step: tuple[str, str], after: bool) -> None:
-    """P4: a writer that stands still for hours at any step, while all others delete and collect, commits what is whole or nothing."""
+def test_pause_of_hours_at_every_step_of_a_commit(
+    store: MemoryStore, clock: Clock, step: tuple[str, str], after: bool
+) -> None:
+    """P4: a writer that stands still for hours while others collect commits what is whole, or nothing."""
     between = Interfering(store)
     txn = writing(between)
 
@@ -344,7 +351,7 @@ def test_a_base_that_goes_before_the_lease_is_not_used(store: MemoryStore) -> No
 
 
 def test_an_abandoned_attempt_is_adopted_at_once(store: MemoryStore) -> None:
-    """P1: a save that failed on the store leaves its chunks to the next one, which sends only what is missing."""
+    """P1: a save that failed leaves its chunks to the next one, which sends only what is missing."""
     faults = FaultStore(store, [Fault("put", "/records/", error=TransientError("reset"))])
     with pytest.raises(TransientError):
         open_repo(faults).save(3, make_state(3))
@@ -353,6 +360,31 @@ def test_an_abandoned_attempt_is_adopted_at_once(store: MemoryStore) -> None:
     assert report.bytes_reused > 0
     assert open_repo(store).verify().ok
     open_repo(store).gc(grace=0)
+    assert_no_debris(store)
+
+
+@pytest.mark.parametrize("epoch", [3, 2])
+def test_a_damaged_attempt_is_not_adopted(store: MemoryStore, clock: Clock, epoch: int) -> None:
+    """P3: a save that died right after its commit and is damaged is replaced without its damaged chunks."""
+    replace = epoch == 2
+    dying = CrashStore(store, 10**9)
+    txn = writing(dying, epoch, seed=7, replace=replace)
+    with pytest.raises(SimulatedCrash):
+        for at in range(dying.mutations + 1, dying.mutations + 10):
+            dying._at = at + 2  # the lease and the manifest go through, the clean-up does not
+            txn.commit()
+    txn._lease.stop()
+    assert epoch in open_repo(store).epochs()
+    chunk = max((key for key in own_objects(store, txn) if "/chunks/" in key), key=lambda key: len(store.get(key)))
+    store.put(chunk, bytes(len(store.get(chunk))))
+    clock.go(4 * HEARTBEAT)
+    repo = open_repo(store)
+    with pytest.raises(CorruptionError):
+        repo.checkpoint(epoch).load()
+    repo.save(epoch, make_state(7), replace=True)
+    assert open_repo(store).verify(epoch).ok
+    assert_same(open_repo(store).checkpoint(epoch).load(), make_state(7))
+    repo.gc(grace=0)
     assert_no_debris(store)
 
 
@@ -383,9 +415,21 @@ def crashed(store: Store, epoch: int) -> None:
     txn._lease.stop()
 
 
-FOREIGN = ["notes.txt", "manifests/backup.json", "manifests/000000000001-000001.json.bak", "attempts/README", "chunks/x",
-           "leases/mine.json", "condemned/x", "attempts/" + "0" * 31 + "/chunks/" + "0" * 64, "probes/x", "99999",
-           "attempts/" + "0" * 32 + "/other/" + "0" * 64, "manifests/1-1.json", "epoch-9.tmp"]  # fmt: skip
+FOREIGN = [
+    "notes.txt",
+    "manifests/backup.json",
+    "manifests/000000000001-000001.json.bak",
+    "attempts/README",
+    "chunks/x",
+    "leases/mine.json",
+    "condemned/x",
+    "attempts/" + "0" * 31 + "/chunks/" + "0" * 64,
+    "probes/x",
+    "99999",
+    "attempts/" + "0" * 32 + "/other/" + "0" * 64,
+    "manifests/1-1.json",
+    "epoch-9.tmp",
+]
 
 
 def test_foreign_objects_are_never_deleted(store: MemoryStore, clock: Clock) -> None:

@@ -71,7 +71,7 @@ def save(repo: Repository) -> object:
 @pytest.mark.parametrize("verb", ["put", "delete", "get", "info", "list"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_any_reply_lost_under_retries(verb: str, when: str, count: Count) -> None:
-    """P4: with retries, a save in which any one request or reply is lost succeeds, commits once and leaves no debris."""
+    """P4: with retries, a save that loses any one request or reply succeeds, commits once, leaves no debris."""
     objects = prepared()
     total = count_of(objects, verb, save)
     assert total >= 1
@@ -131,7 +131,7 @@ def test_lost_reply_to_the_commit_is_recognised() -> None:
 
 @pytest.mark.parametrize("error", [TransientError("reset"), RetriesExhaustedError("still failing")])
 def test_lost_reply_that_cannot_be_read_back(error: StoreError) -> None:
-    """P4: when the reply to the manifest is lost and reading it back fails too, the error says that the outcome is unknown."""
+    """P4: when reading back after a lost reply to the commit fails too, the outcome is said to be unknown."""
     inner = MemoryStore()
     faults = [Fault("put", MANIFEST, "after", error), Fault("get", keys.manifest_key(2, 1), error=error, times=None)]
     with pytest.raises(OutcomeUnknownError, match="Look whether") as caught:
@@ -176,7 +176,7 @@ def test_a_strangers_commit_is_not_ours() -> None:
 
 
 def test_the_look_after_the_commit_fails() -> None:
-    """P4: when the look that must follow the commit fails, the error says that the outcome is unknown, and nothing is lost."""
+    """P4: when the look that follows the commit fails, the outcome is said to be unknown; nothing is lost."""
     inner = MemoryStore()
     faults = [Fault("info", re.compile("condemned/|manifests/"), error=TransientError("reset"), times=None)]
     with pytest.raises(OutcomeUnknownError):

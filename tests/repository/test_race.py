@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["memory", "local"])
-def store(request: pytest.FixtureRequest, fast_folder: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, fast_folder: Path) -> Store:
     """A repository without epochs."""
     made = MemoryStore() if request.param == "memory" else LocalStore(fast_folder / "repo")
     open_repo(made)
-    yield made
+    return made
 
 
 def in_processes(url: str, jobs: list[dict[str, Any]], meanwhile: Callable[[], None] = lambda: None) -> list[str]:
@@ -74,7 +74,7 @@ def outcome_of(result: object) -> str:
 
 @pytest.mark.parametrize("turn", range(3))
 def test_threads_race_for_an_epoch(store: Store, turn: int) -> None:
-    """P1: of 16 threads that save one epoch exactly one wins, the others get EpochExistsError, the winner's bytes load."""
+    """P1: of 16 threads that save one epoch exactly one wins, the others get EpochExistsError."""
     results = at_once(16, lambda number: open_repo(store).save(5, make_state(number)))
     check_one_winner(store, [outcome_of(result) for result in results], make_state)
 
@@ -211,7 +211,7 @@ def test_processes_prune_at_once(fast_folder: Path) -> None:
 @pytest.mark.parametrize("moment", ["manifests/", "leases/"])
 @pytest.mark.parametrize("act", ["delete", "prune", "replace"])
 def test_removed_right_after_the_commit(act: str, moment: str) -> None:
-    """P4: an epoch that another process removes or replaces right after its commit was saved all the same, or says who won."""
+    """P4: an epoch that is removed or replaced right after its commit was saved, or its save says who won."""
     store = MemoryStore()
     open_repo(store).save(9, make_state(9))
 

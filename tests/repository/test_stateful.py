@@ -32,13 +32,13 @@ class LocalMachine(RepositoryMachine):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class TestMemory(RepositoryMachine.TestCase):  # type: ignore[misc]
+class TestMemory(RepositoryMachine.TestCase):  # type: ignore[misc,valid-type]
     """P1 to P5 hold on a memory store after every step of random runs."""
 
     settings = ROUNDS
 
 
-class TestLocal(LocalMachine.TestCase):  # type: ignore[misc,name-defined]
+class TestLocal(LocalMachine.TestCase):  # type: ignore[misc,valid-type]
     """P1 to P5 hold on a folder after every step of random runs."""
 
     settings = settings(ROUNDS, max_examples=max(5, ROUNDS.max_examples // 4))

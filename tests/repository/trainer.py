@@ -1,4 +1,4 @@
-"""The program that is killed: it resumes from ``latest()``, proves that every bit is right, and saves epoch after epoch.
+"""The program that is killed: it resumes from ``latest()``, checks every bit, and saves epoch after epoch.
 
 Started once, it forks a new trainer for each line of JSON on its standard input, so that a hundred kills do not cost a
 hundred imports. Trainers report on standard output: ``resumed E``, ``begin E``, ``done E <bytes reused> <bytes sent>``.
@@ -33,7 +33,10 @@ def part(number: int, version: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 def content(epoch: int) -> dict[str, dict[str, Any]]:
     """The 64 MiB of an epoch. Half of it differs from the epoch before."""
     arrays = {f"p{number}": part(number, epoch - (epoch + number) % 2) for number in range(PARTS)}
-    return {"model": {k: arrays[k] for k in ("p0", "p1")}, "optim": {k: arrays[k] for k in ("p2", "p3")} | {"epoch": epoch}}
+    return {
+        "model": {k: arrays[k] for k in ("p0", "p1")},
+        "optim": {k: arrays[k] for k in ("p2", "p3")} | {"epoch": epoch},
+    }
 
 
 def is_content(epoch: int, state: dict[str, dict[str, Any]]) -> bool:
@@ -81,7 +84,7 @@ def main() -> None:
         if child == 0:
             try:
                 train(json.loads(line))
-            except BaseException:
+            except BaseException:  # noqa: BLE001  (told to the parent, whatever it is)
                 say("failed", traceback.format_exc().replace("\n", " | ")[-2000:])
             os._exit(1)
         say("pid", child)

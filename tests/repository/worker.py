@@ -1,4 +1,4 @@
-"""What the processes of the race tests do: wait for the starting shot on standard input, act, and report one line of JSON."""
+"""What the processes of the race tests do: wait for the starting shot on stdin, act, report one line of JSON."""
 
 from __future__ import annotations
 
