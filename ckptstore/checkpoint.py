@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.catalog import Catalog, Skipped
@@ -126,6 +129,8 @@ class Checkpoint:
             EpochNotFoundError: the epoch was deleted meanwhile.
         """
         entries = [self._entry(name)] if name is not None else list(self._manifest.records)
+        if isinstance(paths, str):
+            paths = [paths]
         with self._reading():
             plans = self._plans(entries, paths, {name: into} if name is not None else into)
             if not plans:
@@ -258,6 +263,7 @@ class _Load:
         for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
             found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
             places[number] = found or [Destination.allocate(specs[number])]
+        _refuse_overlap(destination.buffer for found in places.values() for destination in found)
         first = {number: found[0] for number, found in places.items()}
         load_arrays(catalog.store, self.index, first, meter=meter, visible=True)
         values: dict[int, Any] = {}
@@ -267,6 +273,14 @@ class _Load:
             finished = [destination.finish() for destination in found]
             values[number] = finished[0]
         return fill_into(self._skeleton, self._into, lambda number: values[number])
+
+
+def _refuse_overlap(buffers: Iterable[memoryview]) -> None:
+    """Two targets in one memory would leave the values of whichever was loaded last in both."""
+    ranges = sorted((np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes) for buffer in buffers if buffer.nbytes)
+    for (start, length), (following, _) in pairwise(ranges):
+        if following < start + length:
+            raise InvalidArgumentError("two arrays of the state to load into share memory: load into separate arrays")
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:

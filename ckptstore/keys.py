@@ -90,6 +90,10 @@ def chunks_prefix(attempt: str) -> str:
     return f"{ATTEMPTS}{attempt}/chunks/"
 
 
+def records_prefix(attempt: str) -> str:
+    return f"{ATTEMPTS}{attempt}/records/"
+
+
 def record_key(attempt: str, digest: str) -> str:
     return f"{ATTEMPTS}{attempt}/records/{digest}"
 

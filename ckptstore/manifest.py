@@ -269,7 +269,11 @@ def decode_index(stored: bytes, entry: RecordEntry) -> RecordIndex:
 def _check_index(index: RecordIndex, key: str) -> None:
     for chunk in index.chunks:
         _require(_HEX32.fullmatch(chunk.attempt) and _HEX64.fullmatch(chunk.digest), key, "chunk name")
-        _require(0 < chunk.raw_length <= MAX_CHUNK_RAW and chunk.stored_length > 0, key, "chunk size")
+        _require(0 < chunk.raw_length <= MAX_CHUNK_RAW, key, "chunk size")
+        # A frame is never longer than its header and the raw bytes.
+        _require(0 < chunk.stored_length <= chunk.raw_length + 64, key, "chunk size")
+    if index.kind == "file":
+        _require([array.kind for array in index.arrays] == ["bytes"], key, "content for a file")
     for array in index.arrays:
         for span in array.spans:
             _require(0 <= span.chunk < len(index.chunks), key, "chunk number")

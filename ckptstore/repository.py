@@ -10,12 +10,13 @@ from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from ckptstore import keys, retention
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint, metadata_of
 from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.errors import (
-    CkptStoreError,
     CorruptionError,
     EpochNotFoundError,
     FormatError,
@@ -28,6 +29,7 @@ from ckptstore.errors import (
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import (
     MAX_MARKER,
+    MAX_RECORDS,
     Manifest,
     Marker,
     check_epoch,
@@ -47,6 +49,7 @@ from ckptstore.writer import Tally
 
 log = logging.getLogger("ckptstore")
 
+MAX_METADATA = 8 * 1024 * 1024
 _CODECS = ("auto", "raw", "max")
 
 
@@ -65,12 +68,13 @@ class Repository:
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
-        self._keep = keep
+        self._keep = _check_policy(keep)
         self._unsafe = unsafe_single_writer
         self._chunk_size = _check_chunk_size(chunk_size)
         self._codec = _check_codec(codec)
         self._catalog = Catalog(store)
-        self._resumed: int | None = None
+        self._resumed: set[int] = set()
+        self._has_saved = False
         self._may_write = False
         marker = self._read_marker()
         if marker is None:
@@ -118,8 +122,8 @@ class Repository:
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
-        if not _is_mapping(records) or not records:
-            raise InvalidRecordError("records must be a dict with at least one record, e.g. {'model': state}")
+        if not _is_mapping(records) or not 0 < len(records) <= MAX_RECORDS:
+            raise InvalidRecordError(f"records must be a dict of 1 to {MAX_RECORDS} records, e.g. {{'model': state}}")
         states = {check_record_name(name): state for name, state in list(records.items())}
         flats = {name: flatten(state, name) for name, state in states.items()}
         total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
@@ -148,6 +152,7 @@ class Repository:
         """
         number = check_epoch(epoch)
         skeleton = _check_metadata(metadata)
+        self._require_marker(restore=True)
         self._prepare_to_write()
         plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id)
         return Transaction(self._catalog, plan, self._committed, Meter(progress, total))
@@ -175,10 +180,9 @@ class Repository:
         if skipped:
             reasons = "; ".join(map(str, skipped))
             raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
-        if self._read_marker() is None:
-            raise RepositoryNotFoundError(
-                f"the repository at {self.url} has vanished: is the mount or bucket still there?"
-            )
+        self._require_marker()
+        if self._catalog.committed():  # a listing beside a replace can miss both generations: look again
+            return self.latest(deep, progress)
         return None
 
     def checkpoint(self, epoch: int) -> Checkpoint:
@@ -192,20 +196,28 @@ class Repository:
         for _ in range(3):  # a generation may be replaced between the listing and the read
             commits = self._catalog.committed(number)
             if not commits:
-                break
+                continue
             try:
                 return self._checkpoint(self._catalog.manifest(commits[-1]))
             except ObjectNotFoundError:
                 continue
+        self._require_marker()
         raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
 
     def epochs(self) -> list[int]:
         """The numbers of all committed epochs, ascending. One listing."""
-        return sorted({commit.epoch for commit in self._catalog.committed()})
+        commits = self._catalog.committed()
+        if not commits:
+            self._require_marker()
+            commits = self._catalog.committed()
+        return sorted({commit.epoch for commit in commits})
 
     def verify(self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None) -> VerifyReport:
         """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised."""
-        return verify(self._catalog, None if epoch is None else check_epoch(epoch), deep=deep, progress=progress)
+        report = verify(self._catalog, None if epoch is None else check_epoch(epoch), deep=deep, progress=progress)
+        if not report.epochs:
+            self._require_marker()
+        return report
 
     # ---- removing ------------------------------------------------------------------------------------------
 
@@ -223,18 +235,26 @@ class Repository:
         self._catalog.manifests(self._catalog.committed())
         delete_commits(self._catalog, commits, "its epoch was deleted")
 
-    def prune(self, policy: Policy | None = None, dry_run: bool = False) -> PruneReport:
+    def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
         """Delete the epochs that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
-        Never deletes the newest intact epoch, nor the one this process has loaded from (P5).
+        Never deletes the newest intact epoch, nor those that this process loaded before its first save: the run
+        resumed from them (P5).
+
+        Args:
+            deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
+                follows a save does not: it has just hashed and sent what it wrote.)
         """
-        chosen = policy if policy is not None else self._keep
+        chosen = _check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
                 "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
             )
-        protected = {} if self._resumed is None else {self._resumed: "the run resumed from it"}
-        return retention.prune(self._catalog, chosen, protected=protected, metadata=metadata_of, dry_run=dry_run)
+        self._require_marker()
+        protected = dict.fromkeys(self._resumed, "the run resumed from it")
+        return retention.prune(
+            self._catalog, chosen, protected=protected, metadata=metadata_of, deep=deep, dry_run=dry_run
+        )
 
     def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
         """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
@@ -242,6 +262,7 @@ class Repository:
         Args:
             grace: seconds after its last sign of life until an unfinished save counts as dead.
         """
+        self._require_marker()
         return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
 
     def close(self) -> None:
@@ -262,16 +283,31 @@ class Repository:
         return Checkpoint(self._catalog, manifest, on_load=self._mark_resumed, **more)
 
     def _mark_resumed(self, epoch: int) -> None:
-        self._resumed = epoch
+        if not self._has_saved:
+            self._resumed.add(epoch)
 
     def _committed(self, manifest: Manifest, tally: Tally) -> Checkpoint:
         """A save has committed. Only now may retention run, and it cannot fail the save (P5)."""
+        self._has_saved = True
         if self._keep is not None:
             try:
-                self.prune(self._keep)
-            except (CkptStoreError, OSError) as error:
-                log.warning("epoch %d is committed; pruning failed and will be tried again: %s", manifest.epoch, error)
+                self.prune(self._keep, deep=False)
+            except Exception as error:  # noqa: BLE001 (whatever it is, also in a policy of the user's: the epoch is committed)
+                log.warning("epoch %d is committed; pruning failed and will be tried again: %r", manifest.epoch, error)
         return self._checkpoint(manifest, report=tally)
+
+    def _require_marker(self, *, restore: bool = False) -> None:
+        """The repository is still there; if only its marker was lost, ``restore`` puts it back."""
+        try:
+            self.store.info(keys.MARKER)
+        except ObjectNotFoundError:
+            marker = self._read_marker()
+            if marker is None or marker.repository != self.id:
+                raise RepositoryNotFoundError(
+                    f"the repository at {self.url} has vanished: is the mount or bucket still there?"
+                ) from None
+            if restore:
+                self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
 
     def _read_marker(self) -> Marker | None:
         """The marker; made up from a manifest if it alone is lost. None if there is no repository."""
@@ -354,6 +390,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
         FormatError: a place that holds something else, a newer format, or a server without conditional puts.
         AccessError, StoreError: the store refused or did not answer.
     """
+    _check_policy(keep)
     _check_chunk_size(chunk_size)
     _check_codec(codec)
     store = open_store(
@@ -390,7 +427,15 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
     flat = flatten(dict(metadata), "metadata")
     if flat.arrays:
         raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
+    if len(msgspec.json.encode(flat.skeleton)) > MAX_METADATA:
+        raise InvalidRecordError(f"metadata takes more than {MAX_METADATA} bytes: put it into a record")
     return flat.skeleton
+
+
+def _check_policy(keep: object) -> Policy | None:
+    if keep is not None and not isinstance(keep, Policy):
+        raise InvalidArgumentError(f"keep must be a policy such as KeepLast(3), not {keep!r}")
+    return keep
 
 
 def _check_chunk_size(chunk_size: int) -> int:

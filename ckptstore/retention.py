@@ -9,13 +9,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import InvalidArgumentError
+from ckptstore.errors import InvalidArgumentError, StoreFullError
 from ckptstore.lease import EXPIRY, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.stores.base import ObjectInfo, Store
-from ckptstore.sweep import Removal, condemn, delete_commits, live, sweep
+from ckptstore.sweep import Removal, condemn, delete_commits, sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class KeepBest(Policy):
         sign = 1 if self.mode == "min" else -1
         scored = []
         for info in epochs:
-            value = info.metadata.get(self.metric)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
+            value = _number(info.metadata.get(self.metric))
+            if value is not None:
                 scored.append((sign * value, -info.epoch))
         reason = f"one of the best {self.n} by {self.metric}"
         return {-negative: reason for _, negative in sorted(scored)[: self.n]}
@@ -144,7 +146,7 @@ class GcReport:
 
 
 def prune(
-    catalog: Catalog, policy: Policy, *, protected: Mapping[int, str], metadata: Any, dry_run: bool
+    catalog: Catalog, policy: Policy, *, protected: Mapping[int, str], metadata: Any, deep: bool, dry_run: bool
 ) -> PruneReport:
     """Delete the epochs that ``policy`` does not keep.
 
@@ -153,6 +155,7 @@ def prune(
 
     Args:
         metadata: decodes ``Manifest.metadata`` into a mapping.
+        deep: find the newest intact epoch by reading it in full, not only by names and sizes.
     """
     commits = catalog.committed()
     manifests: dict[int, Manifest] = {}
@@ -165,7 +168,7 @@ def prune(
     infos = [EpochInfo(epoch, metadata(manifests[epoch])) for epoch in sorted(manifests)]
     kept = {**policy.keep(infos), **protected, **kept}
     if any(info.epoch not in kept for info in infos):
-        newest, _ = catalog.newest_intact()
+        newest, _ = catalog.newest_intact(deep=deep)
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
         elif newest.epoch not in kept:
@@ -181,7 +184,7 @@ def prune(
 def store_time(store: Store) -> float:
     """The store's clock: the time it stamps on an object put just now."""
     key = keys.probe_key()
-    store.put(key, b"clock\n")
+    store.put(key, b"")
     try:
         return store.info(key).modified
     finally:
@@ -213,18 +216,26 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
     store = catalog.store
     removed = _superseded(catalog, dry_run)
     if now is None:
-        now = time.time() if dry_run else store_time(store)
-    sightings = read_leases(store)
-    dead = {s.attempt for s in sightings} - {s.attempt for s in live(sightings, now, grace)}
+        try:
+            now = time.time() if dry_run else store_time(store)
+        except StoreFullError:
+            now = time.time()  # no room for a probe: gc must work all the more
+    dead = [s for s in read_leases(store) if grace == 0 or abs(now - s.modified) > grace]
+    full: dict[str, str] = {}
     if not dry_run:
-        for attempt in sorted(dead):
-            condemn(store, attempt)
+        for sighting in list(dead):
+            try:
+                condemn(store, sighting.attempt)
+            except StoreFullError as error:
+                dead.remove(sighting)
+                full[keys.lease_key(sighting.attempt)] = f"its attempt could not be flagged ({error})"
     debris = _list_debris(store)
-    # ``dead`` is not passed on: a lease renewed after the first look protects its attempt after all.
-    swept = sweep(catalog, debris.content, "no checkpoint reaches it", now=now, grace=grace, dry_run=dry_run)
+    # By sighting, not by name: a lease that was renewed since, or is new, protects its attempt after all.
+    swept = sweep(catalog, debris.content, "no checkpoint reaches it", dead=dead, dry_run=dry_run)
+    swept.spared.update(full)
     removed += swept.removed
     before = now - grace if grace > 0 else math.inf  # clocks are coarse: "now" may be older than what was just put
-    removed += _remove_traces(store, debris, dead, swept.spared, before, dry_run)
+    removed += _remove_traces(store, debris, {s.attempt for s in dead}, swept.spared, before, dry_run)
     return GcReport(removed, swept.spared, dry_run)
 
 
@@ -279,6 +290,14 @@ def _remove_traces(
         for removal in removed:
             store.delete(removal.key)
     return removed
+
+
+def _number(value: Any) -> Any:
+    """``value`` if it can be compared as a metric: any real number, NumPy's too, but no bool and no NaN."""
+    if isinstance(value, np.generic) and value.dtype.kind not in "bOSUMm":
+        value = value.item() if value.dtype.kind in "iu" else float(value.astype(np.float64).real)
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if real and value == value else None
 
 
 def _at_least_one(what: str, n: object) -> None:

@@ -104,7 +104,10 @@ def encode_key(value: object, depth: int = 0) -> object:
 
 
 def key_text(key: object) -> str:
-    return key if type(key) is str else str(key)
+    if type(key) is str:
+        return key
+    # Decimal digits of very large ints cost quadratic time, and Python refuses to make more than 4300.
+    return hex(key) if type(key) is int and key.bit_length() > 64 else str(key)
 
 
 def join(path: str, key: object) -> str:

@@ -10,12 +10,13 @@ is dead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import CorruptionError, ObjectNotFoundError
+from ckptstore.errors import CorruptionError, ObjectExistsError, ObjectNotFoundError
 from ckptstore.lease import Sighting, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.stores.base import Store
@@ -42,15 +43,9 @@ class Swept:
 
 def condemn(store: Store, attempt: str) -> None:
     """Raise the flag of an attempt: from now on nobody may build on it, nor commit it."""
-    store.put(keys.condemned_key(attempt), b"condemned\n", if_absent=True)
-
-
-def live(sightings: Iterable[Sighting], now: float | None, grace: float) -> list[Sighting]:
-    """Leases renewed within ``grace`` seconds; all of them when ``now`` (the store's time) is not given.
-
-    With a grace of 0 none is: not even one that a store with a coarse clock stamped in the same second.
-    """
-    return [s for s in sightings if now is None or (grace > 0 and now - s.modified <= grace)]
+    # Empty, so that it also fits on a full disk. With other bytes it would be a flag all the same.
+    with suppress(ObjectExistsError):
+        store.put(keys.condemned_key(attempt), b"", if_absent=True)
 
 
 def sweep(
@@ -58,26 +53,23 @@ def sweep(
     candidates: dict[str, int],
     reason: str,
     *,
-    dead: frozenset[str] = frozenset(),
-    now: float | None = None,
-    grace: float = 0.0,
+    dead: Collection[Sighting | str] = (),
     dry_run: bool = False,
 ) -> Swept:
     """Delete those ``candidates`` (content key → size) that nothing needs any more.
 
     The caller has raised the flags and listed the candidates *before* calling. Kept is what a manifest reaches and
-    every object of an attempt that a live lease owns or uses; when a manifest or lease cannot be read, what
+    every object of an attempt that a lease owns or uses; when a manifest or lease cannot be read, what
     it needs is unknown and everything it could need is kept.
 
     Args:
-        dead: attempts whose own lease does not count (they are condemned, or ours).
-        now: the store's time; without it every lease counts as live.
-        grace: age in seconds up to which a lease counts as live.
+        dead: leases that do not count, because their attempts are condemned: attempt ids, or sightings, which stop
+            counting as dead when the lease has been renewed since.
     """
     swept = Swept()
     if not candidates:
         return swept
-    protected, blocked = _protected_attempts(catalog, live(read_leases(catalog.store), now, grace), dead)
+    protected, blocked = _protected_attempts(read_leases(catalog.store), dead)
     attempts = {content[0] for content in map(keys.parse_content_key, candidates) if content is not None}
     reached, unknown, damaged = _reached(catalog, attempts)
     blocked = blocked or damaged
@@ -98,13 +90,11 @@ def sweep(
     return swept
 
 
-def _protected_attempts(
-    catalog: Catalog, sightings: list[Sighting], dead: frozenset[str]
-) -> tuple[set[str], str | None]:
+def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | str]) -> tuple[set[str], str | None]:
     protected: set[str] = set()
     blocked = None
     for sighting in sightings:
-        if sighting.attempt in dead:
+        if sighting.attempt in dead or sighting in dead:
             continue
         protected.add(sighting.attempt)
         if sighting.lease is None:
@@ -171,7 +161,7 @@ def remove_attempt(catalog: Catalog, attempt: str, reason: str) -> Swept:
     store = catalog.store
     condemn(store, attempt)
     candidates = {info.key: info.size for info in store.list(keys.attempt_prefix(attempt))}
-    swept = sweep(catalog, candidates, reason, dead=frozenset([attempt]))
+    swept = sweep(catalog, candidates, reason, dead=[attempt])
     for info in store.list(keys.attempt_prefix(attempt), partial=True):
         store.delete(info.key)
         swept.removed.append(Removal(info.key, "left by an interrupted put", info.size))

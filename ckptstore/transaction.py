@@ -37,7 +37,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.lease import LAPSE, HeldLease, is_condemned, read_leases, seems_dead
-from ckptstore.manifest import Manifest, RecordEntry, check_record_name, encode_manifest
+from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest
 from ckptstore.pipeline import Meter
 from ckptstore.reader import missing_chunks
 from ckptstore.sweep import delete_commits, remove_attempt
@@ -73,6 +73,8 @@ class Transaction:
         self._store = catalog.store
         self._plan = plan
         self._on_commit = on_commit
+        self._pid = os.getpid()
+        self._sent = False
         self._entries: dict[str, RecordEntry] = {}
         self._state = "open"
         self._generation = self._next_generation()
@@ -153,6 +155,8 @@ class Transaction:
         check_record_name(name)
         if name in self._entries:
             raise InvalidRecordError(f"record {name!r} was already written in this transaction", epoch=self.epoch)
+        if len(self._entries) >= MAX_RECORDS:
+            raise InvalidRecordError(f"a checkpoint has at most {MAX_RECORDS} records: nest them", epoch=self.epoch)
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
@@ -204,6 +208,7 @@ class Transaction:
         self._state = "failed"  # until proven otherwise
         self._lease.renew()
         if self._lease.lapsed:
+            self._prove_claims(manifest)
             self._prove_objects(manifest)
         self._put_manifest(manifest, data)
         self._look_once_more(manifest)
@@ -233,9 +238,11 @@ class Transaction:
 
     def _put_manifest(self, manifest: Manifest, data: bytes) -> None:
         """The commit. "Exists" is read back by the store, so that our own earlier try is not a stranger's."""
+        self._sent = True  # from here on it may land, whatever interrupts us
         try:
             self._store.put(manifest.key, data, if_absent=True)
         except ObjectExistsError as error:
+            self._sent = False
             raise _exists(self.epoch, manifest.key) from error
         except _NO_ANSWER as error:
             self._settle(manifest, error)
@@ -255,6 +262,7 @@ class Transaction:
                 epoch=self.epoch,
             ) from error
         if found.attempt != self._attempt:
+            self._sent = False
             raise _exists(self.epoch, manifest.key) from error
         log.warning("the answer to the commit of epoch %d was lost; read back: it is committed", self.epoch)
 
@@ -264,6 +272,7 @@ class Transaction:
             error = self._too_late(manifest)
             if error is not None:
                 self._store.delete(manifest.key)
+                self._sent = False
         except StoreError as failure:
             self._state = "unsettled"
             raise OutcomeUnknownError(
@@ -287,32 +296,31 @@ class Transaction:
             if is_condemned(self._store, self._attempt):
                 self._swept(keys.condemned_key(self._attempt))
             # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
-            # then all that is only ours is gone, this index too. (A gc with a short grace does not wait for a lapse.)
-            self._prove_exists(manifest.records[0].key)
+            # then what it took is gone by now. (A gc with a short grace does not wait for a lapse.)
             if committed - self._lease.renewed > LAPSE:
-                self._prove_objects(manifest)
+                self._prove_claims(manifest)
+            self._prove_objects(manifest)
         except TransactionError as error:
             return error
         return None
 
-    def _prove_objects(self, manifest: Manifest) -> None:
-        """The lease may have been taken for dead: prove that nothing of ours was, or is being, swept."""
+    def _prove_claims(self, manifest: Manifest) -> None:
+        """The lease may have been taken for dead: prove that what we build on is not being swept."""
         base_used = self._base is not None and set(self._base.attempts) & set(manifest.attempts)
         for attempt in (self._attempt, *self._adopted):
             if is_condemned(self._store, attempt):
                 self._swept(keys.condemned_key(attempt))
         if base_used and self._base is not None and not self._catalog.exists(self._base):
             self._swept(self._base.key)
+
+    def _prove_objects(self, manifest: Manifest) -> None:
+        """Prove that every object that the manifest needs is there. A few listings."""
         for problem in missing_chunks(self._store, self._writer.referenced.values()):
             self._swept(problem.key)
+        there = {info.key for info in self._store.list(keys.records_prefix(self._attempt))}
         for entry in manifest.records:
-            self._prove_exists(entry.key)
-
-    def _prove_exists(self, key: str) -> None:
-        try:
-            self._store.info(key)
-        except ObjectNotFoundError:
-            self._swept(key)
+            if entry.key not in there:
+                self._swept(entry.key)
 
     def _swept(self, key: str) -> None:
         raise TransactionError(
@@ -330,7 +338,7 @@ class Transaction:
             older = [c for c in self._catalog.committed(self.epoch) if c.generation < self._generation]
             if older:
                 delete_commits(self._catalog, older, f"epoch {self.epoch} was replaced")
-        except (CkptStoreError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
             log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", self.epoch, error)
 
     # ---- abort ---------------------------------------------------------------------------------------------
@@ -346,11 +354,14 @@ class Transaction:
         """After a failure: clean up, or leave all for the next attempt to adopt; never hide ``error``.
 
         A store that is failing is no place to delete from, and what was sent is worth keeping: the next save of
-        this epoch sends only what is missing. A full store is another matter: there the space counts.
+        this epoch sends only what is missing. A full store is another matter: there the space counts. Once the
+        manifest was sent it may still land, even after an interrupt: then everything must stay.
         """
-        if self._state in ("committed", "aborted"):
-            return
-        keep = isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
+        if self._state in ("committed", "aborted") or os.getpid() != self._pid:
+            return  # a forked child must not end what its parent is doing
+        keep = self._sent or (
+            isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
+        )
         try:
             if keep:
                 self._state = "aborted"

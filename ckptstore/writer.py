@@ -8,6 +8,7 @@ sent (also again, by a retry) from that copy.
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -111,7 +112,8 @@ class RecordWriter:
     def write_file(self, name: str, path: Path) -> RecordEntry:
         """Write a file's bytes. Raises InvalidRecordError if it changes meanwhile."""
         with FileSource(path) as source:
-            skeleton = {"file": path.name, "size": source.nbytes}
+            name_of_file = path.name.encode("utf-8", "backslashreplace").decode()
+            skeleton = {"file": name_of_file, "size": source.nbytes}
             entry = self._write(name, "file", skeleton, [source])
             source.check_unchanged()
         return entry
@@ -122,7 +124,7 @@ class RecordWriter:
             for plan in self._plans(sources, layout):
                 job = pipeline.submit(
                     plan.nbytes,
-                    (pipeline.cpu, partial(self._prepare, sources, plan)),
+                    (pipeline.cpu, partial(self._prepare, sources, layout, plan)),
                     (pipeline.io, self._send),
                 )
                 layout.place(plan, job)
@@ -150,27 +152,22 @@ class RecordWriter:
         packer = Packer(self._chunk_size)
         for number, source in enumerate(sources):
             self.tally.bytes_state += source.nbytes
-            if source.nbytes >= DIGEST_FROM and packer.is_small(source.nbytes):
+            if self._known.arrays and source.nbytes >= DIGEST_FROM and packer.is_small(source.nbytes):
                 digest = digest_of(source.read(0, source.nbytes))
                 places = self._known.arrays.get(digest)
                 if places is not None and sum(place[2] for place in places) == source.nbytes:
                     layout.reuse(number, digest, places)
                     self._count(source.nbytes, reused=True)
                     continue
-                layout.digests[number] = digest
             yield from packer.add(number, source.nbytes, source.item_size, source.align)
         yield from packer.finish()
 
     def _prepare(
-        self, sources: list[Any], plan: ChunkPlan, _: None
+        self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None
     ) -> tuple[str, bytes | bytearray | memoryview | None, Any]:
         """Stage 1, on a core: private copy, digest, and the frame unless the content is known."""
-        raw = bytearray(plan.nbytes)
-        offset = 0
-        for piece in plan.pieces:
-            length = piece.stop - piece.start
-            raw[offset : offset + length] = sources[piece.array].read(piece.start, piece.stop)
-            offset += length
+        raw = b"".join([sources[piece.array].read(piece.start, piece.stop) for piece in plan.pieces])
+        layout.note_digests(plan, raw)
         digest = digest_of(raw)
         with self._lock:
             claimed = self._claimed.get(digest)
@@ -241,6 +238,20 @@ class _Layout:
             self._runs[piece.array].append((number, offset, length))
             offset += length
 
+    def note_digests(self, plan: ChunkPlan, raw: bytes) -> None:
+        """Digests of arrays that share this chunk, of the very bytes that are stored.
+
+        Taken from the private copy: the live array may have changed since it was last looked at, and a digest of
+        other bytes would make a later save refer to the wrong ones.
+        """
+        offset = 0
+        view = memoryview(raw)
+        for piece in plan.pieces:
+            length = piece.stop - piece.start
+            if length >= DIGEST_FROM and length == self._sources[piece.array].nbytes and len(plan.pieces) > 1:
+                self.digests[piece.array] = digest_of(view[offset : offset + length])
+            offset += length
+
     def reuse(self, array: int, digest: str, places: tuple[Place, ...]) -> None:
         self.digests[array] = digest
         for chunk, offset, length in places:
@@ -279,12 +290,16 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by __exit__)
+            # Not blocking: opening a pipe would wait for somebody to write to it.
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise NotFoundError(f"{path} does not exist: nothing to store") from error
         except OSError as error:
             raise InvalidRecordError(f"{path} cannot be read ({error.strerror}): nothing to store") from error
-        self._stat = os.fstat(self._file.fileno())
+        self._stat = os.fstat(self._fd)
+        if not stat.S_ISREG(self._stat.st_mode):
+            os.close(self._fd)
+            raise InvalidRecordError(f"{path} is not a regular file: nothing to store")
         self.nbytes = self._stat.st_size
         self.spec = ArraySpec("bytes", "uint8", (self.nbytes,))
 
@@ -293,7 +308,7 @@ class FileSource:
         view = memoryview(parts)
         filled = 0
         while filled < len(parts):
-            count = os.preadv(self._file.fileno(), [view[filled:]], start + filled)
+            count = os.preadv(self._fd, [view[filled:]], start + filled)
             if count == 0:
                 raise InvalidRecordError(f"{self._path} became shorter while it was being saved: save it again")
             filled += count
@@ -301,6 +316,9 @@ class FileSource:
 
     def check_unchanged(self) -> None:
         """Raises InvalidRecordError unless the file is as it was when it was opened."""
+        if os.pread(self._fd, 1, self.nbytes):
+            # Also what files of /proc look like: bytes, but no size.
+            raise InvalidRecordError(f"{self._path} is longer than it says: copy it to an ordinary file first")
         now = os.stat(self._path)
         before = self._stat
         if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
@@ -310,7 +328,7 @@ class FileSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        os.close(self._fd)
 
 
 def adopt(store: Store, attempt: str, known: Known) -> None:

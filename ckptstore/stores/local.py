@@ -76,6 +76,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, er
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
 _TRIES = 32
+_SCANS = 8
 
 
 class LocalStore(Store):
@@ -299,8 +300,28 @@ class LocalStore(Store):
         while pending:
             inner = pending.pop()
             with self._mapped("list", inner or prefix):
-                found = tuple(self._scan(inner, prefix, partial, pending))
+                found = self._steady_scan(inner, prefix, partial, pending)
             yield from found
+
+    def _steady_scan(self, inner: str, prefix: str, partial: bool, pending: set[str]) -> tuple[ObjectInfo, ...]:
+        """One scan during which nothing changed, if there is one in a few.
+
+        A scan is no snapshot: beside a writer that links a new name and unlinks the old one it can miss both.
+        """
+        found: dict[str, ObjectInfo] = {}
+        folder = self._locate(f"{inner}/" if inner else "")[0]
+        for _ in range(_SCANS):
+            before = _changed(folder)
+            try:
+                found = {info.key: info for info in self._scan(inner, prefix, partial, pending)}
+            except FileNotFoundError:
+                continue  # an entry went away between its name and its facts
+            if _changed(folder) == before:
+                return tuple(found.values())
+        with suppress(FileNotFoundError):
+            for info in self._scan(inner, prefix, partial, pending):
+                found[info.key] = info
+        return tuple(found.values())
 
     def _scan(self, inner: str, prefix: str, partial: bool, pending: set[str]) -> Iterator[ObjectInfo]:
         """The objects right in one folder; its folders are added to ``pending``."""
@@ -317,9 +338,8 @@ class LocalStore(Store):
                     if f"{key}/".startswith(prefix) and _is_key(key):
                         pending.add(key)
                 elif key.startswith(prefix) and _is_listed(key, partial) and entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):
-                        facts = entry.stat(follow_symlinks=False)
-                        yield ObjectInfo(key, facts.st_size, facts.st_mtime)
+                    facts = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(key, facts.st_size, facts.st_mtime)
 
     def _check_root(self) -> None:
         """Only a missing folder is empty: a root that is a file is a mistake to report."""
@@ -379,3 +399,11 @@ def _is_listed(key: str, partial: bool) -> bool:
     if partial:
         return parse_partial_key(key) is not None
     return _SCRATCH.fullmatch(key) is None and _is_key(key)
+
+
+def _changed(folder: str) -> int | None:
+    """When a name was last added to or removed from a folder, in nanoseconds."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,10 +76,17 @@ class TraceStore(Store):
         try:
             result = call()
         except BaseException as error:
-            self._on_event(StoreEvent(verb, key, sent, time.perf_counter() - begin, error))
+            self._tell(StoreEvent(verb, key, sent, time.perf_counter() - begin, error))
             raise
-        self._on_event(StoreEvent(verb, key, sent + received(result), time.perf_counter() - begin))
+        self._tell(StoreEvent(verb, key, sent + received(result), time.perf_counter() - begin))
         return result
+
+    def _tell(self, event: StoreEvent) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            # The call has had its effect: a listener that fails must not make it look as if it had not.
+            logging.getLogger("ckptstore").exception("on_event failed")
 
 
 class OpLog:

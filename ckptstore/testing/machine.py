@@ -242,7 +242,7 @@ class RepositoryMachine(RuleBasedStateMachine):
                 assert all("/records/" in key for key in damaged)
                 assert is_state(loaded, seed)
                 assert checkpoint.metadata == {"seed": seed}
-        self.repo._resumed = None  # looking is not resuming
+        self.repo._resumed.clear()  # looking is not resuming
 
     @invariant()
     def latest_is_the_newest_intact(self) -> None:
@@ -262,7 +262,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert [(skip.epoch, skip.generation) for skip in latest.skipped] == [(c.epoch, c.generation) for c in newer]
         assert all(skip.key in self.broken for skip in latest.skipped)
         assert is_state(latest.load(), latest.metadata["seed"])
-        self.repo._resumed = None
+        self.repo._resumed.clear()
 
     # ---- inside ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Writes the golden repository of the current format. Run once per format version, by hand; never over an old one.
 
-    python tests/format/make_golden.py tests/format/golden/v1
+python tests/format/make_golden.py tests/format/golden/v1
 """
 
 from __future__ import annotations
