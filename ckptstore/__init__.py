@@ -32,8 +32,9 @@ from ckptstore.errors import (
     TransactionError,
     TransientError,
 )
+from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
 from ckptstore.reader import Problem
-from ckptstore.repository import Repository, open  # noqa: A004 (the name is the API: ckptstore.open)
+from ckptstore.repository import Repository
 from ckptstore.retention import EpochInfo, GcReport, KeepBest, KeepEvery, KeepLast, Policy, PruneReport
 from ckptstore.stores import RetryPolicy
 from ckptstore.stores.trace import StoreEvent

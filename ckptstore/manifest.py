@@ -8,6 +8,7 @@ strictly typed and cross-checked. Nothing is evaluated. Sizes are bytes, digests
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -186,6 +187,14 @@ def check_record_name(name: object) -> str:
 def _is_record_name(name: str) -> bool:
     # Names come back from the store too, and may end up in somebody's path.
     return len(name) <= 255 and ".." not in name and all(_NAME_SEGMENT.fullmatch(part) for part in name.split("/"))
+
+
+def writer_version() -> str:
+    """Name and version of this library, as manifests record it."""
+    try:
+        return f"ckptstore {version('ckptstore')}"
+    except PackageNotFoundError:
+        return "ckptstore"
 
 
 def encode_marker(marker: Marker) -> bytes:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
@@ -36,13 +35,13 @@ from ckptstore.manifest import (
     check_record_name,
     decode_marker,
     encode_marker,
+    writer_version,
 )
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.retention import GcReport, Policy, PruneReport
-from ckptstore.stores import RetryPolicy, Store, open_store, probe_conditional_put
-from ckptstore.stores.trace import StoreEvent
+from ckptstore.stores import Store, probe_conditional_put
 from ckptstore.sweep import delete_commits
-from ckptstore.transaction import Plan, Transaction, writer_version
+from ckptstore.transaction import Plan, Transaction
 from ckptstore.tree import flatten
 from ckptstore.verify import VerifyReport, verify
 from ckptstore.writer import Tally
@@ -68,10 +67,10 @@ class Repository:
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
-        self._keep = _check_policy(keep)
+        self._keep = check_policy(keep)
         self._unsafe = unsafe_single_writer
-        self._chunk_size = _check_chunk_size(chunk_size)
-        self._codec = _check_codec(codec)
+        self._chunk_size = check_chunk_size(chunk_size)
+        self._codec = check_codec(codec)
         self._catalog = Catalog(store)
         self._resumed: set[int] = set()
         self._has_saved = False
@@ -245,7 +244,7 @@ class Repository:
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
                 follows a save does not: it has just hashed and sent what it wrote.)
         """
-        chosen = _check_policy(policy) if policy is not None else self._keep
+        chosen = check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
                 "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
@@ -356,65 +355,6 @@ class Repository:
         self._may_write = True
 
 
-def open(  # noqa: A001 (used as ckptstore.open)
-    url: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    retry: RetryPolicy | None = None,
-    keep: Policy | None = None,
-    create: bool = True,
-    *,
-    unsafe_single_writer: bool = False,
-    chunk_size: int = CHUNK_SIZE,
-    codec: str = "auto",
-    concurrency: int | None = None,
-    on_event: Callable[[StoreEvent], None] | None = None,
-) -> Repository:
-    """Open a repository, and make it if it does not exist (and ``create``).
-
-    Args:
-        url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``.
-        storage_options: passed to s3fs or gcsfs, e.g. ``{"endpoint_url": ..., "key": ..., "secret": ...}``.
-        retry: how transient failures are retried.
-        keep: after each save, prune what this policy does not keep.
-        create: False to open only what exists; then nothing is written until you save.
-        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can*
-            destroy each other's commit: you promise that there is one.
-        chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
-        codec: "auto" (per byte plane, by a sample), "raw" or "max".
-        concurrency: requests at once; default by kind of store.
-        on_event: called with a ``StoreEvent`` after each request, from worker threads.
-
-    Raises:
-        InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
-        RepositoryNotFoundError: no such bucket; or no repository and ``create`` is False.
-        FormatError: a place that holds something else, a newer format, or a server without conditional puts.
-        AccessError, StoreError: the store refused or did not answer.
-    """
-    _check_policy(keep)
-    _check_chunk_size(chunk_size)
-    _check_codec(codec)
-    store = open_store(
-        url,
-        storage_options=storage_options,
-        retry=retry,
-        concurrency=concurrency,
-        unsafe_single_writer=unsafe_single_writer,
-        on_event=on_event,
-    )
-    try:
-        return Repository(
-            store,
-            keep=keep,
-            create=create,
-            unsafe_single_writer=unsafe_single_writer,
-            chunk_size=chunk_size,
-            codec=codec,
-        )
-    except BaseException:
-        store.close()
-        raise
-
-
 def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
 
@@ -432,19 +372,22 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
     return flat.skeleton
 
 
-def _check_policy(keep: object) -> Policy | None:
+def check_policy(keep: object) -> Policy | None:
+    """``keep``, if it is a policy or None. InvalidArgumentError otherwise."""
     if keep is not None and not isinstance(keep, Policy):
         raise InvalidArgumentError(f"keep must be a policy such as KeepLast(3), not {keep!r}")
     return keep
 
 
-def _check_chunk_size(chunk_size: int) -> int:
+def check_chunk_size(chunk_size: int) -> int:
+    """``chunk_size``, if it is 64 KiB to 64 MiB. InvalidArgumentError otherwise."""
     if type(chunk_size) is not int or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
         raise InvalidArgumentError(f"chunk_size must be 64 KiB to 64 MiB, not {chunk_size!r}")
     return chunk_size
 
 
-def _check_codec(codec: str) -> str:
+def check_codec(codec: str) -> str:
+    """``codec``, if there is one of that name. InvalidArgumentError otherwise."""
     if codec not in _CODECS:
         raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
     return codec

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +36,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.lease import LAPSE, HeldLease, is_condemned, read_leases, seems_dead
-from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest
+from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest, writer_version
 from ckptstore.pipeline import Meter
 from ckptstore.reader import missing_chunks
 from ckptstore.sweep import delete_commits, remove_attempt
@@ -397,11 +396,3 @@ def _exists(epoch: int, key: str) -> EpochExistsError:
     return EpochExistsError(
         f"epoch {epoch} is already committed ({key}): save another epoch, or pass replace=True", key=key, epoch=epoch
     )
-
-
-def writer_version() -> str:
-    """Name and version of this library, as manifests record it."""
-    try:
-        return f"ckptstore {version('ckptstore')}"
-    except PackageNotFoundError:
-        return "ckptstore"

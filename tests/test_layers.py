@@ -18,7 +18,8 @@ FLOORS: dict[float, set[str]] = {
     1: {"codecs", "pipeline", "stores"},
     2: {"writer", "reader"},
     3: {
-        "background", "catalog", "checkpoint", "lease", "repository", "retention", "sweep", "transaction", "verify",
+        "background", "catalog", "checkpoint", "lease", "opening", "repository", "retention", "sweep", "transaction",
+        "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

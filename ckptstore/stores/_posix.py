@@ -125,3 +125,11 @@ def sync_folder(place: int) -> None:
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
+
+
+def changed(folder: str) -> int | None:
+    """When a name was last added to or removed from a folder, in nanoseconds."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return None

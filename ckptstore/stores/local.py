@@ -32,6 +32,7 @@ from ckptstore.stores._posix import (
     FOLDER,
     READ,
     Identity,
+    changed,
     discard,
     flat,
     holds,
@@ -311,12 +312,12 @@ class LocalStore(Store):
         found: dict[str, ObjectInfo] = {}
         folder = self._locate(f"{inner}/" if inner else "")[0]
         for _ in range(_SCANS):
-            before = _changed(folder)
+            before = changed(folder)
             try:
                 found = {info.key: info for info in self._scan(inner, prefix, partial, pending)}
             except FileNotFoundError:
                 continue  # an entry went away between its name and its facts
-            if _changed(folder) == before:
+            if changed(folder) == before:
                 return tuple(found.values())
         with suppress(FileNotFoundError):
             for info in self._scan(inner, prefix, partial, pending):
@@ -399,11 +400,3 @@ def _is_listed(key: str, partial: bool) -> bool:
     if partial:
         return parse_partial_key(key) is not None
     return _SCRATCH.fullmatch(key) is None and _is_key(key)
-
-
-def _changed(folder: str) -> int | None:
-    """When a name was last added to or removed from a folder, in nanoseconds."""
-    try:
-        return os.stat(folder).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return None

@@ -1,0 +1,72 @@
+"""``ckptstore.open``: from a URL to a repository."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptstore.chunks import CHUNK_SIZE
+from ckptstore.repository import Repository, check_chunk_size, check_codec, check_policy
+from ckptstore.retention import Policy
+from ckptstore.stores import RetryPolicy, open_store
+from ckptstore.stores.trace import StoreEvent
+
+
+def open(  # noqa: A001 (used as ckptstore.open)
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    retry: RetryPolicy | None = None,
+    keep: Policy | None = None,
+    create: bool = True,
+    *,
+    unsafe_single_writer: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+    codec: str = "auto",
+    concurrency: int | None = None,
+    on_event: Callable[[StoreEvent], None] | None = None,
+) -> Repository:
+    """Open a repository, and make it if it does not exist (and ``create``).
+
+    Args:
+        url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``.
+        storage_options: passed to s3fs or gcsfs, e.g. ``{"endpoint_url": ..., "key": ..., "secret": ...}``.
+        retry: how transient failures are retried.
+        keep: after each save, prune what this policy does not keep.
+        create: False to open only what exists; then nothing is written until you save.
+        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can*
+            destroy each other's commit: you promise that there is one.
+        chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
+        codec: "auto" (per byte plane, by a sample), "raw" or "max".
+        concurrency: requests at once; default by kind of store.
+        on_event: called with a ``StoreEvent`` after each request, from worker threads.
+
+    Raises:
+        InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
+        RepositoryNotFoundError: no such bucket; or no repository and ``create`` is False.
+        FormatError: a place that holds something else, a newer format, or a server without conditional puts.
+        AccessError, StoreError: the store refused or did not answer.
+    """
+    check_policy(keep)
+    check_chunk_size(chunk_size)
+    check_codec(codec)
+    store = open_store(
+        url,
+        storage_options=storage_options,
+        retry=retry,
+        concurrency=concurrency,
+        unsafe_single_writer=unsafe_single_writer,
+        on_event=on_event,
+    )
+    try:
+        return Repository(
+            store,
+            keep=keep,
+            create=create,
+            unsafe_single_writer=unsafe_single_writer,
+            chunk_size=chunk_size,
+            codec=codec,
+        )
+    except BaseException:
+        store.close()
+        raise
