@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,3 +116,33 @@ def _gcs_bucket(endpoint: str, server: servers.Server | None) -> Bucket:
     fs = GCSFileSystem(**options, skip_instance_cache=True)
     fs.call("POST", "b/", json={"name": name}, project="test")
     return Bucket("gs", name, endpoint, options, server)
+
+
+# Here and not beside the tests that count: a parallel run loads only this file in the process that prints.
+_COUNTED = "counted: "
+Count = Callable[..., None]
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Count:
+    """``count(what, n=1)``: add to a number that is printed in the summary."""
+
+    def add(what: str, n: int = 1) -> None:
+        record_property(_COUNTED + what, n)
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    totals: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            # Reports travel with their properties, also from the workers of a parallel run.
+            if getattr(report, "when", "") == "call":
+                for name, value in report.user_properties:
+                    if name.startswith(_COUNTED):
+                        totals[name.removeprefix(_COUNTED)] += value
+    if totals:
+        terminalreporter.section("counted by the tests")
+        for what, n in sorted(totals.items()):
+            terminalreporter.write_line(f"{what}: {n}")

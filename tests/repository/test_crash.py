@@ -17,7 +17,7 @@ from ckptstore.stores import MemoryStore, open_store
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.testing import CrashStore, SimulatedCrash
-from tests.repository.conftest import Count
+from tests.conftest import Count
 from tests.repository.helpers import (
     State,
     assert_no_debris,

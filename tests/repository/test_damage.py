@@ -12,7 +12,7 @@ from ckptstore import CorruptionError, EpochNotFoundError, Repository, keys
 from ckptstore.stores import MemoryStore
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
-from tests.repository.conftest import Count
+from tests.conftest import Count
 from tests.repository.helpers import assert_same, contents, keys_of, make_state, manifests_of, open_repo, pour
 
 Damage = Callable[[bytes, bytes], bytes | None]

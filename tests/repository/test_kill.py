@@ -23,7 +23,7 @@ from ckptstore.catalog import Catalog, Committed
 from ckptstore.lease import read_leases
 from ckptstore.stores import LocalStore, open_store
 from ckptstore.stores.base import Store
-from tests.repository.conftest import Count
+from tests.conftest import Count
 from tests.repository.helpers import assert_no_debris, open_repo
 from tests.repository.trainer import is_content
 

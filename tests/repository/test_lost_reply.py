@@ -20,7 +20,7 @@ from ckptstore import (
 from ckptstore.stores import MemoryStore, RetryStore
 from ckptstore.stores.base import Store
 from ckptstore.testing import Fault, FaultStore
-from tests.repository.conftest import Count
+from tests.conftest import Count
 from tests.repository.helpers import assert_no_debris, assert_same, contents, make_state, open_repo, pour
 
 POLICY = RetryPolicy(attempts=3, base=0.0, cap=0.0)
