@@ -50,6 +50,7 @@ class Catalog:
         self.store = store
         self._indexes: OrderedDict[tuple[str, str], RecordIndex] = OrderedDict()
         self._damaged: set[tuple[str, str]] = set()
+        self._trusted: set[str] = set()  # chunks that this process has read and found good
 
     def committed(self, epoch: int | None = None) -> list[Committed]:
         """All commits (of one epoch), oldest first. One listing; no manifest is read."""
@@ -117,6 +118,19 @@ class Catalog:
     def mark_damaged(self, manifest: Manifest) -> None:
         """Remember that a checkpoint is damaged, so that no later save builds on it unseen."""
         self._damaged.add((manifest.key, manifest.attempt))
+
+    def check_reused(self, manifest: Manifest) -> bool:
+        """Whether the chunks that a new checkpoint took over from earlier ones are good; each is read once a process.
+
+        What it wrote itself was hashed while it was sent. Damage marks the checkpoint.
+        """
+        chunks = {chunk.key: chunk for entry in manifest.records for chunk in self.index(entry).chunks}
+        unread = [c for key, c in chunks.items() if c.attempt != manifest.attempt and key not in self._trusted]
+        if damaged_chunks(self.store, unread, Meter(None, 0)):
+            self.mark_damaged(manifest)
+            return False
+        self._trusted.update(chunks)
+        return True
 
     def newest_intact(
         self, *, deep: bool = False, without: int | None = None, progress: Progress | None = None

@@ -192,6 +192,10 @@ class Checkpoint:
             if spec.nbytes != sum(span.length for span in array.spans):
                 raise CorruptionError(f"{entry.key} is damaged: an array's spans do not add up", key=entry.key)
         if entry.kind == "file":
+            if into is not None:
+                raise InvalidArgumentError(
+                    f"record {entry.name!r} is a file: use read_file, not into", epoch=self.epoch
+                )
             return _Load(index, {"array": 0}, specs, None) if paths is None else None
         skeleton = index.skeleton
         if paths is not None:

@@ -213,10 +213,10 @@ class Repository:
 
     def verify(self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None) -> VerifyReport:
         """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised."""
-        report = verify(self._catalog, None if epoch is None else check_epoch(epoch), deep=deep, progress=progress)
-        if not report.epochs:
+        number = None if epoch is None else check_epoch(epoch)
+        if not self._catalog.committed(number):
             self._require_marker()
-        return report
+        return verify(self._catalog, number, deep=deep, progress=progress)
 
     # ---- removing ------------------------------------------------------------------------------------------
 
@@ -229,6 +229,7 @@ class Repository:
         number = check_epoch(epoch)
         commits = self._catalog.committed(number)
         if not commits:
+            self._require_marker()
             raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
         # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
         self._catalog.manifests(self._catalog.committed())
@@ -242,7 +243,7 @@ class Repository:
 
         Args:
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
-                follows a save does not: it has just hashed and sent what it wrote.)
+                follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
         """
         chosen = check_policy(policy) if policy is not None else self._keep
         if chosen is None:

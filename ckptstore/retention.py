@@ -73,7 +73,7 @@ class KeepBest(Policy):
     """Keep the ``n`` epochs with the best ``metadata[metric]``.
 
     ``mode`` is "min" or "max". Epochs without the metric, or where it is NaN or no number, are never best.
-    Among equals the later epoch is better.
+    Among equals the later epoch is better. If no epoch has the metric, all are kept: it may be mistyped.
     """
 
     metric: str
@@ -93,6 +93,9 @@ class KeepBest(Policy):
             if value is not None:
                 scored.append((sign * value, -info.epoch))
         reason = f"one of the best {self.n} by {self.metric}"
+        if not scored:
+            # A mistyped metric must not empty a repository.
+            return {info.epoch: f"no epoch has the metric {self.metric!r}" for info in epochs}
         return {-negative: reason for _, negative in sorted(scored)[: self.n]}
 
 
@@ -155,7 +158,8 @@ def prune(
 
     Args:
         metadata: decodes ``Manifest.metadata`` into a mapping.
-        deep: find the newest intact epoch by reading it in full, not only by names and sizes.
+        deep: find the newest intact epoch by reading it in full. Otherwise only the chunks that it took over from
+            earlier epochs are read, each once a process.
     """
     commits = catalog.committed()
     manifests: dict[int, Manifest] = {}
@@ -169,6 +173,8 @@ def prune(
     kept = {**policy.keep(infos), **protected, **kept}
     if any(info.epoch not in kept for info in infos):
         newest, _ = catalog.newest_intact(deep=deep)
+        if newest is not None and not deep and not catalog.check_reused(newest):
+            newest, _ = catalog.newest_intact(deep=True)  # others may share what rotted
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
         elif newest.epoch not in kept:

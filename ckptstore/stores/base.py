@@ -83,6 +83,7 @@ class Store(ABC):
 
         Raises:
             ObjectNotFoundError: no such object.
+            InvalidArgumentError: ``start`` or ``end`` is negative.
             StoreError: it could not be read.
         """
 
@@ -104,6 +105,7 @@ class Store(ABC):
         ``delete`` takes (stores whose puts leave nothing behind list nothing).
 
         Raises:
+            InvalidArgumentError: no key can begin with ``prefix``.
             RepositoryNotFoundError: the bucket does not exist.
             StoreError: the listing is not complete.
         """

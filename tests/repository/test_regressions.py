@@ -103,7 +103,13 @@ def test_repository_that_vanishes(tmp_path: Path) -> None:
     shutil.rmtree(root)
     root.mkdir()
     calls: list[Any] = [repo.latest, repo.epochs, repo.verify, repo.gc]
-    calls += [lambda: repo.checkpoint(1), lambda: repo.prune(KeepLast(1)), lambda: repo.save(2, {"m": 1})]
+    calls += [
+        lambda: repo.delete(1),
+        lambda: repo.verify(1),
+        lambda: repo.checkpoint(1),
+        lambda: repo.prune(KeepLast(1)),
+        lambda: repo.save(2, {"m": 1}),
+    ]
     for call in calls:
         with pytest.raises(ckptstore.RepositoryNotFoundError, match="vanished"):
             call()
@@ -124,6 +130,32 @@ def test_prune_reads_the_newest_in_full(tmp_path: Path) -> None:
     latest = fresh.latest(deep=True)
     assert latest is not None
     assert latest.epoch == 1
+
+
+def test_pruning_after_a_save_that_reused_rotten_bytes(tmp_path: Path) -> None:
+    """P5: the newest intact epoch survives although newer ones share a chunk that rotted."""
+    repo = ckptstore.open(tmp_path / "r")
+    noise = np.random.default_rng(0)
+    repo.save(0, {"m": noise.random(1000)})
+    shared = noise.random(300_000)
+    repo.save(1, {"m": shared})
+    largest = max((tmp_path / "r").glob("attempts/*/chunks/*"), key=lambda path: path.stat().st_size)
+    body = bytearray(largest.read_bytes())
+    body[len(body) // 2] ^= 1
+    largest.write_bytes(bytes(body))
+    fresh = ckptstore.open(tmp_path / "r", keep=KeepLast(1))
+    fresh.save(2, {"m": shared, "n": 1})
+    latest = fresh.latest(deep=True)
+    assert latest is not None
+    assert latest.epoch == 0
+
+
+def test_mistyped_metric_deletes_nothing(tmp_path: Path) -> None:
+    """P5: a metric that no epoch has is a mistake, not a reason to delete all epochs."""
+    repo = ckptstore.open(tmp_path / "r", keep=KeepBest("los", 1))
+    for epoch in range(3):
+        repo.save(epoch, {"m": epoch}, metadata={"loss": 1.0})
+    assert repo.epochs() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.float16, float])
