@@ -75,7 +75,7 @@ def train(job: dict[str, Any]) -> None:
         report = repo.save(epoch, state).report
         assert report is not None
         say("done", epoch, report.bytes_reused, report.bytes_sent)
-        repo.prune(ckptstore.KeepLast(2))
+        repo.prune(ckptstore.KeepLast(2), deep=False)
 
 
 def main() -> None:
