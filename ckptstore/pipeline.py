@@ -49,8 +49,8 @@ class Pipeline:
     context waits until no job runs any more, so that nothing writes after the caller went on.
     """
 
-    def __init__(self, io: int, *, window: int = WINDOW) -> None:
-        self.cpu = ThreadPoolExecutor(cores(), thread_name_prefix="ckptstore-cpu")
+    def __init__(self, io: int, *, cpu: int | None = None, window: int = WINDOW) -> None:
+        self.cpu = ThreadPoolExecutor(cpu or cores(), thread_name_prefix="ckptstore-cpu")
         self.io = ThreadPoolExecutor(io, thread_name_prefix="ckptstore-io")
         self._window = window
         self._in_flight = 0

@@ -128,7 +128,7 @@ class Repository:
         total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
         with self.begin(epoch, metadata, replace, progress=progress, total=total) as txn:
             for name, state in states.items():
-                txn.write_flat(name, state, flats[name])
+                txn.write_flat(name, flats[name], live=state)
             checkpoint: Checkpoint = txn.commit()
         return checkpoint
 

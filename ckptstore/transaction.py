@@ -58,6 +58,7 @@ class Plan:
     chunk_size: int
     codec: str
     repository: str
+    cores: int | None = None  # at most so many busy threads; None: all cores of this process
 
 
 class Transaction:
@@ -88,7 +89,7 @@ class Transaction:
             self._give_up(error)
             raise
         self._writer = RecordWriter(
-            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, meter=meter.add
+            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, cores=plan.cores, meter=meter.add
         )
 
     @property
@@ -113,12 +114,20 @@ class Transaction:
             TransactionError: the transaction is closed.
         """
         self._check_open(name)
-        self.write_flat(name, state, flatten(state, name))
+        self.write_flat(name, flatten(state, name), live=state)
 
-    def write_flat(self, name: str, state: object, flat: FlatState) -> None:
-        """Write a record whose ``state`` was flattened before, and prove that it kept its structure."""
+    def write_flat(self, name: str, flat: FlatState, *, live: object = None) -> None:
+        """Write a record that was flattened before.
+
+        Args:
+            live: the state it was made from, if others can still change that: it is proved to have kept its structure.
+        """
         self._check_open(name)
         self._run(name, lambda: self._writer.write_state(name, flat))
+        if live is not None:
+            self._prove_structure(name, flat, live)
+
+    def _prove_structure(self, name: str, flat: FlatState, state: object) -> None:
         again = flatten(state, name)
         if again.skeleton != flat.skeleton or [a.spec for a in again.arrays] != [a.spec for a in flat.arrays]:
             self._state = "failed"

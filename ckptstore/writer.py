@@ -92,6 +92,7 @@ class RecordWriter:
         *,
         chunk_size: int,
         codec: str,
+        cores: int | None = None,
         meter: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._store = store
@@ -99,6 +100,7 @@ class RecordWriter:
         self._known = known
         self._chunk_size = chunk_size
         self._codec = codec
+        self._cores = cores
         self._meter = meter
         self._lock = threading.Lock()
         self._claimed: dict[str, Future[ChunkRef]] = {}
@@ -120,7 +122,7 @@ class RecordWriter:
 
     def _write(self, name: str, kind: str, skeleton: Any, sources: list[Any]) -> RecordEntry:
         layout = _Layout(sources)
-        with Pipeline(self._store.traits.concurrency) as pipeline:
+        with Pipeline(self._store.traits.concurrency, cpu=self._cores) as pipeline:
             for plan in self._plans(sources, layout):
                 job = pipeline.submit(
                     plan.nbytes,

@@ -87,6 +87,17 @@ class Store(ABC):
             StoreError: it could not be read.
         """
 
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        """As ``get``, but may put the bytes into ``room``: fresh memory for every chunk costs more than reading it.
+
+        Args:
+            room: writable bytes, at least ``end - start`` of them.
+
+        Returns:
+            The bytes, in ``room`` or in memory of their own: good as long as the caller leaves ``room`` alone.
+        """
+        return memoryview(self.get(key, start, end))
+
     @abstractmethod
     def info(self, key: str) -> ObjectInfo:
         """Size and time of an object.

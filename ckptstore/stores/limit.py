@@ -86,6 +86,10 @@ class LimitStore(Store):
         with self._slots:
             return self._inner.get(key, start, end)
 
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        with self._slots:
+            return self._inner.fetch(key, start, end, room)
+
     def info(self, key: str) -> ObjectInfo:
         with self._slots:
             return self._inner.info(key)

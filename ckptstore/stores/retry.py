@@ -86,6 +86,9 @@ class RetryStore(Store):
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._run("get", key, lambda: self._inner.get(key, start, end))
 
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        return self._run("get", key, lambda: self._inner.fetch(key, start, end, room))
+
     def info(self, key: str) -> ObjectInfo:
         return self._run("info", key, lambda: self._inner.info(key))
 

@@ -56,6 +56,9 @@ class TraceStore(Store):
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return self._traced("get", key, lambda: self._inner.get(key, start, end), len)
 
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        return self._traced("get", key, lambda: self._inner.fetch(key, start, end, room), len)
+
     def info(self, key: str) -> ObjectInfo:
         return self._traced("info", key, lambda: self._inner.info(key))
 
