@@ -22,13 +22,14 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError
+from ckptstore.planes import BLOCK, Plane, merge, split
 
 MAX_RAW = 256 * 1024 * 1024
 HEADER_SIZE = 32
@@ -48,11 +49,8 @@ _KEEP, _ZSTD = 0, 1
 _SAMPLE_WINDOWS = 8
 # Below this gain a plane is not worth the time that it takes to decode it.
 _WORTHWHILE = 0.99
-# Memory that a thread keeps between two chunks. Larger chunks are rare and pay for a fresh buffer.
-_SCRATCH_KEPT = 64 * 1024 * 1024
 
 Bytes = bytes | bytearray | memoryview
-_Array = npt.NDArray[np.uint8]
 _Coders = tuple[zstandard.ZstdCompressor, ...]
 
 
@@ -81,27 +79,21 @@ class _Tools(threading.local):
         self.matches = zstandard.ZstdCompressor(level=1)
         self.thorough = zstandard.ZstdCompressor(level=9)
         self.decompressor = zstandard.ZstdDecompressor()
-        self._scratch: _Array = np.empty(0, np.uint8)
-
-    def take(self, size: int) -> _Array:
-        """Uninitialised room of at least ``size`` bytes, for one user: a signal handler may save on this thread too."""
-        scratch, self._scratch = self._scratch, np.empty(0, np.uint8)
-        return scratch if scratch.size >= size else np.empty(size, np.uint8)
-
-    def give_back(self, scratch: _Array) -> None:
-        """Keep what ``take`` gave for the next chunk, unless it is too large."""
-        if scratch.size <= _SCRATCH_KEPT:
-            self._scratch = scratch
 
 
 _tools = _Tools()
+
+
+def room_for(nbytes: int) -> int:
+    """Bytes of room that ``encode_into`` needs for ``nbytes`` raw ones."""
+    return HEADER_SIZE + max(ITEM_SIZES) * _ENTRY.size + nbytes
 
 
 def encode(data: Bytes, item_size: int, mode: str = "auto") -> bytes:
     """One complete frame of ``data``, ready to be put; equal data gives equal frames.
 
     Args:
-        data: the raw bytes of one chunk; must not change meanwhile.
+        data: the raw bytes of one chunk.
         item_size: width of an element (1, 2, 4 or 8), or 0 to find it out from a sample. The planes get that width,
             unless a sample shrinks better unsplit.
         mode: ``"auto"`` chooses for each plane what pays, ``"raw"`` never compresses, ``"max"`` spends several
@@ -110,6 +102,21 @@ def encode(data: Bytes, item_size: int, mode: str = "auto") -> bytes:
     Raises:
         InvalidArgumentError: more than ``MAX_RAW`` bytes, an unknown mode or item size.
     """
+    nbytes = memoryview(data).nbytes
+    return bytes(encode_into(data, item_size, mode, np.empty(room_for(min(nbytes, MAX_RAW)), np.uint8).data))
+
+
+def encode_into(
+    data: Bytes, item_size: int, mode: str, room: memoryview, seen: Callable[[memoryview], object] | None = None
+) -> memoryview:
+    """As ``encode``, but into ``room``, and sound even if others change ``data`` meanwhile.
+
+    Each byte of ``data`` is read once, into memory of our own; what is coded and what ``seen`` is shown (block by
+    block, in order, while it is in the cache) are the same bytes.
+
+    Args:
+        room: writable, at least ``room_for(len(data))`` bytes. The frame lies in it when this returns.
+    """
     raw = np.frombuffer(data, np.uint8)
     if raw.size > MAX_RAW:
         raise InvalidArgumentError(f"a chunk of {raw.size} bytes is larger than {MAX_RAW}: cut it")
@@ -117,12 +124,18 @@ def encode(data: Bytes, item_size: int, mode: str = "auto") -> bytes:
         raise InvalidArgumentError(f"item size {item_size!r} is none of 0, 1, 2, 4, 8")
     if mode not in MODES:
         raise InvalidArgumentError(f"compression mode {mode!r} is none of {', '.join(MODES)}")
+    space = np.frombuffer(room, np.uint8)
     if mode != "raw":
         item_size, coders = _plan(raw, item_size, mode)
-        frame = _encode_planes(raw, item_size, coders) if any(coders) else None
-        if frame is not None:
-            return frame
-    return _join(_RAW, item_size or 1, raw.size, [raw.data])
+        if any(coders):
+            return _encode_planes(raw, item_size, coders, space, seen)
+    body = space[HEADER_SIZE : HEADER_SIZE + raw.size]
+    for start in range(0, raw.size, BLOCK):
+        block = body[start : start + BLOCK]
+        np.copyto(block, raw[start : start + BLOCK])
+        if seen is not None:
+            seen(block.data)
+    return _sealed(space, _RAW, item_size or 1, raw.size, raw.size)
 
 
 def decode(frame: Bytes, out: memoryview | None, raw_length: int, key: str) -> memoryview:
@@ -173,47 +186,66 @@ def raw_length_of(frame_header: Bytes, key: str) -> int:
 # --- encoding ---------------------------------------------------------------------------------------------------
 
 
-def _encode_planes(raw: _Array, item_size: int, coders: list[_Coders]) -> bytes | None:
-    """The frame with planes, or None where it would not be smaller than the data."""
+def _encode_planes(
+    raw: Plane, item_size: int, coders: list[_Coders], space: Plane, seen: Callable[[memoryview], object] | None
+) -> memoryview:
+    """The frame with planes; the plain one where that would not be smaller."""
     length = raw.size // item_size
-    rows = raw[: length * item_size].reshape(length, item_size)
-    scratch = _tools.take(raw.size if item_size > 1 else 0)
-    table = bytearray()
-    parts: list[Bytes] = [table]
-    for i, candidates in enumerate(coders):
-        plane = rows[:, i]
-        if item_size > 1:
-            # A strided copy for each plane is as fast as any transposition in NumPy, for every width.
-            plane = scratch[i * length : (i + 1) * length]
-            np.copyto(plane, rows[:, i])
-        part = _encode_plane(plane, candidates, overwrite=item_size > 1)
-        parts.append(plane.data if part is None else part)
-        table += _ENTRY.pack(_KEEP if part is None else _ZSTD, len(parts[-1]))
-    parts.append(raw[length * item_size :].data)
-    frame = _join(_PLANES, item_size, raw.size, parts) if sum(map(len, parts)) < raw.size else None
-    _tools.give_back(scratch)
-    return frame
+    base = HEADER_SIZE + item_size * _ENTRY.size
+    planes = [space[base + i * length : base + (i + 1) * length] for i in range(item_size)]
+    own = np.empty(min(BLOCK, raw.size), np.uint8)
+    for start in range(0, length * item_size, BLOCK):
+        block = own[: min(BLOCK, length * item_size - start)]
+        np.copyto(block, raw[start : start + block.size])
+        if seen is not None:
+            seen(block.data)
+        at = start // item_size
+        split(block, [plane[at : at + block.size // item_size] for plane in planes])
+    tail = raw[length * item_size :].copy()
+    if seen is not None:
+        seen(tail.data)
+    packed = [_shortest(plane, candidates) for plane, candidates in zip(planes, coders, strict=True)]
+    sizes = [plane.size if part is None else len(part) for plane, part in zip(planes, packed, strict=True)]
+    stored = base - HEADER_SIZE + sum(sizes) + tail.size
+    if stored < raw.size:
+        _fill(space, base, planes, packed, tail)
+        return _sealed(space, _PLANES, item_size, raw.size, stored)
+    plain = np.empty(length * item_size, np.uint8)
+    merge(planes, plain)  # not from the data: that may have changed by now
+    np.copyto(space[HEADER_SIZE : HEADER_SIZE + plain.size], plain)
+    np.copyto(space[HEADER_SIZE + plain.size : HEADER_SIZE + raw.size], tail)
+    return _sealed(space, _RAW, item_size, raw.size, raw.size)
 
 
-def _encode_plane(plane: _Array, candidates: _Coders, *, overwrite: bool) -> Bytes | None:
+def _shortest(plane: Plane, candidates: _Coders) -> bytes | None:
     """The shortest coded form of a plane, or None where none is shorter than the plane."""
     packed = min((coder.compress(plane.data) for coder in candidates), key=len, default=None)
-    if packed is None or len(packed) >= plane.size:
-        return None
-    if not overwrite:
-        return packed
-    # Into the room of the plane, so that no more than one coded plane ever lies beside the scratch.
-    np.copyto(plane[: len(packed)], np.frombuffer(packed, np.uint8))
-    return plane[: len(packed)].data
+    return None if packed is None or len(packed) >= plane.size else packed
 
 
-def _join(codec: int, item_size: int, raw_length: int, parts: list[Bytes]) -> bytes:
-    """A frame of ``parts``. (``join`` lets other threads run while it copies; ``bytes(view)`` does not.)"""
-    header = _Header(codec, item_size, raw_length, sum(map(len, parts)))
-    return b"".join([header.pack(), *parts])
+def _fill(space: Plane, at: int, planes: list[Plane], packed: list[bytes | None], tail: Plane) -> None:
+    """The body of a frame: close the gaps between its planes, and fill in their table."""
+    table = bytearray()
+    gap = False
+    for plane, part in zip(planes, packed, strict=True):
+        content = plane if part is None else np.frombuffer(part, np.uint8)
+        if gap or part is not None:  # else it is where it belongs already
+            np.copyto(space[at : at + content.size], content)
+        gap = gap or part is not None
+        at += content.size
+        table += _ENTRY.pack(_KEEP if part is None else _ZSTD, content.size)
+    np.copyto(space[at : at + tail.size], tail)
+    np.copyto(space[HEADER_SIZE : HEADER_SIZE + len(table)], np.frombuffer(table, np.uint8))
 
 
-def _plan(raw: _Array, item_size: int, mode: str) -> tuple[int, list[_Coders]]:
+def _sealed(space: Plane, codec: int, item_size: int, raw_length: int, stored: int) -> memoryview:
+    """The frame in ``space`` with its header."""
+    view = space.data
+    view[:HEADER_SIZE] = _Header(codec, item_size, raw_length, stored).pack()
+    return view[: HEADER_SIZE + stored]
+
+
+def _plan(raw: Plane, item_size: int, mode: str) -> tuple[int, list[_Coders]]:
     """The item size, and for each plane the coders to try on it (none: keep it raw)."""
     sample = _sample(raw)
     best: tuple[float, int, list[_Coders]] | None = None
@@ -231,7 +263,7 @@ def _plan(raw: _Array, item_size: int, mode: str) -> tuple[int, list[_Coders]]:
     return size, plan
 
 
-def _choose(sample: _Array) -> tuple[float, _Coders]:
+def _choose(sample: Plane) -> tuple[float, _Coders]:
     """The size a sample of a plane shrinks to, and with what."""
     entropy, matches = (len(coder.compress(sample.data)) for coder in (_tools.entropy, _tools.matches))
     if min(entropy, matches) >= sample.size * _WORTHWHILE:
@@ -242,9 +274,9 @@ def _choose(sample: _Array) -> tuple[float, _Coders]:
     return entropy, (_tools.entropy,)
 
 
-def _sample(raw: _Array) -> _Array:
+def _sample(raw: Plane) -> Plane:
     """Windows spread over the data, always at the same places, aligned for each item size."""
-    width = min(32 * 1024, max(4096, raw.size // 128 // 8 * 8))
+    width = min(8 * 1024, max(4096, raw.size // 512 // 8 * 8))
     if raw.size <= _SAMPLE_WINDOWS * width:
         return raw
     step = (raw.size - width) / (_SAMPLE_WINDOWS - 1)
@@ -274,15 +306,15 @@ def _parse_header(frame: memoryview, key: str) -> _Header:
     return _Header(codec, item_size, raw_length, stored_length)
 
 
-def _decode_planes(body: memoryview, target: _Array, item_size: int, key: str) -> None:
+def _decode_planes(body: memoryview, target: Plane, item_size: int, key: str) -> None:
     length = target.size // item_size
-    rows = target[: length * item_size].reshape(length, item_size)
     tail = target[length * item_size :]
     at = item_size * _ENTRY.size
     _require(len(body) >= at, key, "its plane table is cut")
     table = list(_ENTRY.iter_unpack(body[:at]))
     # Python's integers do not overflow, so no stored length can wrap this sum round to a plausible one.
     _require(at + sum(stored for _, stored in table) + tail.size == len(body), key, "its planes do not fill it")
+    planes = []
     for i, (method, stored) in enumerate(table):
         plane = body[at : at + stored]
         at += stored
@@ -291,7 +323,8 @@ def _decode_planes(body: memoryview, target: _Array, item_size: int, key: str) -
         else:
             _require(method == _ZSTD and stored < length, key, f"plane {i} makes no sense")
             plane = _decompress(plane, length, i, key)
-        np.copyto(rows[:, i], np.frombuffer(plane, np.uint8))
+        planes.append(np.frombuffer(plane, np.uint8))
+    merge(planes, target[: length * item_size])
     np.copyto(tail, np.frombuffer(body[at:], np.uint8))
 
 

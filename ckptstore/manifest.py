@@ -163,6 +163,11 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
+def hasher() -> blake3:
+    """For the same digest, of bytes that come one block after the other (``update``, ``hexdigest``)."""
+    return blake3()
+
+
 def check_epoch(epoch: object) -> int:
     """``epoch`` as an int in [0, 2**63). Raises InvalidArgumentError otherwise."""
     if isinstance(epoch, bool) or not hasattr(epoch, "__index__"):

@@ -12,7 +12,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 WINDOW = 128 * 1024 * 1024
+_SMALLEST_ROOM = 64 * 1024
 
 Progress = Callable[[int, int], None]
 Stage = tuple[ThreadPoolExecutor, Callable[[Any], Any]]
@@ -42,6 +45,34 @@ class Meter:
                 self._progress(self._done, self._total)
 
 
+class Rooms:
+    """Memory for frames that is used again: the first touch of a page costs more than what is written into it.
+
+    Thread-safe. Never holds more than what was in use at one time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """Writable room of at least ``nbytes`` bytes, with any content."""
+        size = max(1 << (nbytes - 1).bit_length(), _SMALLEST_ROOM)
+        with self._lock:
+            if self._kept and len(self._kept[-1]) == size:
+                return self._kept.pop()
+            # Sizes come in runs. What is left of another one would only add up.
+            self._kept.clear()
+        return np.empty(size, np.uint8).data  # pages that nobody touches take no memory
+
+    def give(self, room: memoryview) -> None:
+        """Give back what ``take`` gave."""
+        with self._lock:
+            if self._kept and len(self._kept[-1]) != len(room):
+                self._kept.clear()
+            self._kept.append(room)
+
+
 class Pipeline:
     """Runs jobs of several stages; ``cpu`` and ``io`` are the two pools a stage can name.
 
@@ -55,7 +86,8 @@ class Pipeline:
         self._window = window
         self._in_flight = 0
         self._jobs: dict[Future[Any], int] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting = 0  # jobs whose first stage has not ended
         self._stop = threading.Event()
 
     def submit(self, nbytes: int, *stages: Stage) -> Future[Any]:
@@ -68,7 +100,9 @@ class Pipeline:
         done: Future[Any] = Future()
         self._jobs[done] = nbytes
         self._in_flight += nbytes
-        self._start(done, list(stages), None)
+        with self._changed:
+            self._waiting += 1
+        self._start(done, list(stages), None, first=True)
         return done
 
     def finish(self) -> None:
@@ -82,7 +116,12 @@ class Pipeline:
             self._in_flight -= self._jobs.pop(job)
             job.result()
 
-    def _start(self, done: Future[Any], stages: list[Stage], value: Any) -> None:
+    def wait_for_first_stages(self) -> None:
+        """Wait until the first stage of every job has ended, well or not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting == 0)
+
+    def _start(self, done: Future[Any], stages: list[Stage], value: Any, *, first: bool = False) -> None:
         pool, stage = stages.pop(0)
 
         def run() -> None:
@@ -97,8 +136,20 @@ class Pipeline:
                     done.set_result(result)
             except BaseException as error:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
                 done.set_exception(error)
+            finally:
+                if first:
+                    with self._changed:
+                        self._waiting -= 1
+                        self._changed.notify_all()
 
         pool.submit(run)
+
+    def close(self) -> None:
+        """Stop the intake and wait until no job runs any more."""
+        self._stop.set()
+        # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
+        self.cpu.shutdown(wait=True, cancel_futures=False)
+        self.io.shutdown(wait=True, cancel_futures=False)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -106,7 +157,4 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
-        self.cpu.shutdown(wait=True, cancel_futures=False)
-        self.io.shutdown(wait=True, cancel_futures=False)
+        self.close()

@@ -37,6 +37,7 @@ from ckptstore.errors import (
 )
 from ckptstore.lease import LAPSE, HeldLease, is_condemned, read_leases, seems_dead
 from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest, writer_version
+from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter
 from ckptstore.reader import missing_chunks
 from ckptstore.sweep import delete_commits, remove_attempt
@@ -59,6 +60,7 @@ class Plan:
     codec: str
     repository: str
     cores: int | None = None  # at most so many busy threads; None: all cores of this process
+    pace: Pace | None = None  # what earlier saves found out about the store's speed
 
 
 class Transaction:
@@ -75,22 +77,31 @@ class Transaction:
         self._on_commit = on_commit
         self._pid = os.getpid()
         self._sent = False
-        self._entries: dict[str, RecordEntry] = {}
+        self._names: set[str] = set()
         self._state = "open"
         self._generation = self._next_generation()
         self._attempt = keys.new_attempt()
         self._base: Manifest | None = None
         self._adopted: tuple[str, ...] = ()
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
+        known = Known()
+        self._writer = RecordWriter(
+            self._store,
+            self._attempt,
+            known,
+            chunk_size=plan.chunk_size,
+            codec=plan.codec,
+            cores=plan.cores,
+            pace=plan.pace,
+            meter=meter.add,
+        )
         try:
-            known = self._claim()
+            with self.tally.timed("begin"):
+                self._claim(known)
             self._lease.start()
         except Exception as error:
             self._give_up(error)
             raise
-        self._writer = RecordWriter(
-            self._store, self._attempt, known, chunk_size=plan.chunk_size, codec=plan.codec, cores=plan.cores, meter=meter.add
-        )
 
     @property
     def epoch(self) -> int:
@@ -150,7 +161,9 @@ class Transaction:
 
     def _run(self, name: str, write: Any) -> None:
         try:
-            self._entries[name] = write()
+            self._names.add(name)
+            with self.tally.timed("write"):
+                write()
         except BaseException:
             self._state = "failed"
             raise
@@ -161,10 +174,23 @@ class Transaction:
                 f"this transaction is {self._state}: begin a new one to save epoch {self.epoch}", epoch=self.epoch
             )
         check_record_name(name)
-        if name in self._entries:
+        if name in self._names:
             raise InvalidRecordError(f"record {name!r} was already written in this transaction", epoch=self.epoch)
-        if len(self._entries) >= MAX_RECORDS:
+        if len(self._names) >= MAX_RECORDS:
             raise InvalidRecordError(f"a checkpoint has at most {MAX_RECORDS} records: nest them", epoch=self.epoch)
+
+    def settle(self) -> list[RecordEntry]:
+        """Wait until all that was written is on the store. ``commit`` does it too.
+
+        Raises:
+            StoreError: the store failed; the transaction can only be aborted.
+        """
+        try:
+            with self.tally.timed("write"):
+                return self._writer.settle()
+        except BaseException:
+            self._state = "failed"
+            raise
 
     # ---- begin ---------------------------------------------------------------------------------------------
 
@@ -174,9 +200,8 @@ class Transaction:
             raise _exists(self._plan.epoch, commits[-1].key)
         return commits[-1].generation + 1 if commits else 1
 
-    def _claim(self) -> Known:
+    def _claim(self, known: Known) -> None:
         """Put the lease, then look at the flags of what it names, and learn only from what has none."""
-        known = Known()
         base, _ = self._catalog.newest_intact(without=self._plan.epoch)
         candidates = [s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch]
         spent = self._catalog.spent_attempts(self._plan.epoch) if candidates else frozenset()
@@ -194,7 +219,6 @@ class Transaction:
         self._adopted = tuple(attempt for attempt in dead if not is_condemned(self._store, attempt))
         for attempt in self._adopted:
             adopt(self._store, attempt, known)
-        return known
 
     # ---- commit --------------------------------------------------------------------------------------------
 
@@ -209,11 +233,17 @@ class Transaction:
         """
         if self._state != "open":
             raise TransactionError(f"this transaction is {self._state} and cannot be committed", epoch=self.epoch)
-        if not self._entries:
+        if not self._names:
             raise TransactionError(f"epoch {self.epoch} has no records: write at least one", epoch=self.epoch)
-        manifest = self._manifest()
-        data = encode_manifest(manifest)
         self._state = "failed"  # until proven otherwise
+        entries = self.settle()
+        with self.tally.timed("commit"):
+            manifest = self._commit(tuple(entries))
+        return self._on_commit(manifest, self.tally)
+
+    def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
+        manifest = self._manifest(entries)
+        data = encode_manifest(manifest)
         self._lease.renew()
         if self._lease.lapsed:
             self._prove_claims(manifest)
@@ -221,11 +251,11 @@ class Transaction:
         self._put_manifest(manifest, data)
         self._look_once_more(manifest)
         self._state = "committed"
+        self._writer.close()
         self._after_commit()
-        return self._on_commit(manifest, self.tally)
+        return manifest
 
-    def _manifest(self) -> Manifest:
-        entries = tuple(self._entries.values())
+    def _manifest(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         attempts = {entry.attempt for entry in entries}
         attempts.update(chunk.attempt for chunk in self._writer.referenced.values())
         return Manifest(
@@ -355,6 +385,7 @@ class Transaction:
         """Give the attempt up and remove what it wrote. Every earlier epoch is as it was."""
         if self._state in ("open", "failed"):
             self._state = "aborted"
+            self._writer.close()
             self._lease.stop()
             remove_attempt(self._catalog, self._attempt, "its save was aborted")
 
@@ -373,6 +404,7 @@ class Transaction:
         try:
             if keep:
                 self._state = "aborted"
+                self._writer.close()
                 self._lease.abandon()
             else:
                 self._state = "failed"

@@ -1,8 +1,8 @@
-"""Record → chunks → digest → known? reuse : codec → store. Bounded bytes in flight, one private copy of each chunk.
+"""Record → chunks → digest → known? reuse : codec → store. Bounded bytes in flight, each read once.
 
-The private copy is deliberate. The trainer may change an array while we read it; hashing one version and storing
-another would commit a chunk that can never be verified. A chunk is copied once, and hashed, coded and
-sent (also again, by a retry) from that copy.
+The trainer may change an array while we read it; hashing one version and storing another would commit a chunk that
+can never be verified. So the bytes that go into a frame are read once, into memory of our own, and the digest is
+taken of what went in. The frame is sent (also again, by a retry) from there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +22,11 @@ from typing import Any, Protocol
 from ckptstore import keys
 from ckptstore.arrays import ArraySpec
 from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
-from ckptstore.codecs import encode
+from ckptstore.codecs import encode_into, room_for
 from ckptstore.errors import InvalidRecordError, NotFoundError
-from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index
-from ckptstore.pipeline import Pipeline
+from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index, hasher
+from ckptstore.pace import Pace
+from ckptstore.pipeline import Pipeline, Rooms
 from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
@@ -41,6 +44,9 @@ class Source(Protocol):
     def align(self) -> int: ...
     def read(self, start: int, stop: int) -> memoryview: ...
 
+
+# So many chunks are hashed ahead of coding before a save that has a base judges whether that pays.
+_FIRST_LOOKS = 4
 
 Place = tuple[ChunkRef, int, int]  # chunk, offset and length of a run of bytes in its raw content
 
@@ -62,6 +68,11 @@ class Known:
                 places = tuple((index.chunks[s.chunk], s.offset, s.length) for s in array.spans)
                 self.arrays.setdefault(array.digest, places)
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to refer to."""
+        return not (self.chunks or self.stored)
+
     def find(self, digest: str, raw_length: int) -> ChunkRef | None:
         chunk = self.chunks.get(digest)
         if chunk is None and digest in self.stored:
@@ -72,17 +83,48 @@ class Known:
 
 @dataclass
 class Tally:
-    """What a save moved, in bytes: of the state, of it found already stored, and sent to the store."""
+    """What a save moved, in bytes: of the state, of it found already stored, and sent to the store.
+
+    ``seconds`` says where the time went: ``begin``, ``write`` and ``commit`` as they passed, ``encode`` (hashing
+    and coding) and ``put`` as sums over all threads.
+    """
 
     bytes_state: int = 0
     bytes_reused: int = 0
     bytes_sent: int = 0
     chunks_sent: int = 0
     chunks_reused: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time of the block to a stage. Not for two threads in the same stage."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add_seconds(stage, time.perf_counter() - begin)
+
+    def add_seconds(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A chunk on its way to the store, or, without a frame, what somebody else stores of the same content."""
+
+    digest: str
+    frame: memoryview | None
+    room: memoryview | None
+    nbytes: int
+    promise: Future[ChunkRef]
 
 
 class RecordWriter:
-    """Writes the records of one attempt. Not for use by several threads at once."""
+    """Writes the records of one attempt. Not for use by several threads at once.
+
+    ``write_*`` returns when it needs the state no longer; puts may go on until ``settle`` has returned.
+    """
 
     def __init__(
         self,
@@ -93,6 +135,7 @@ class RecordWriter:
         chunk_size: int,
         codec: str,
         cores: int | None = None,
+        pace: Pace | None = None,
         meter: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._store = store
@@ -100,37 +143,57 @@ class RecordWriter:
         self._known = known
         self._chunk_size = chunk_size
         self._codec = codec
-        self._cores = cores
+        self._pace = pace or Pace()
         self._meter = meter
         self._lock = threading.Lock()
         self._claimed: dict[str, Future[ChunkRef]] = {}
+        self._pipeline = Pipeline(store.traits.concurrency, cpu=cores)
+        self._rooms = Rooms()
+        self._entries: list[RecordEntry] = []
+        self._records: list[tuple[str, str, Any, _Layout]] = []
         self.tally = Tally()
         self.referenced: dict[str, ChunkRef] = {}
 
-    def write_state(self, name: str, flat: FlatState) -> RecordEntry:
-        """Write a flattened state; every put has returned when this returns."""
-        return self._write(name, "state", flat.skeleton, flat.arrays)
+    def write_state(self, name: str, flat: FlatState) -> None:
+        """Write a flattened state."""
+        self._write(name, "state", flat.skeleton, flat.arrays)
 
-    def write_file(self, name: str, path: Path) -> RecordEntry:
+    def write_file(self, name: str, path: Path) -> None:
         """Write a file's bytes. Raises InvalidRecordError if it changes meanwhile."""
         with FileSource(path) as source:
             name_of_file = path.name.encode("utf-8", "backslashreplace").decode()
             skeleton = {"file": name_of_file, "size": source.nbytes}
-            entry = self._write(name, "file", skeleton, [source])
+            self._write(name, "file", skeleton, [source])
             source.check_unchanged()
-        return entry
 
-    def _write(self, name: str, kind: str, skeleton: Any, sources: list[Any]) -> RecordEntry:
+    def settle(self) -> list[RecordEntry]:
+        """Wait for all puts, then write the indexes. Returns the entries for the manifest, in order of writing."""
+        self._pipeline.finish()
+        puts = [partial(self._put_index, *record) for record in self._records]
+        self._records.clear()
+        jobs = [self._pipeline.submit(0, (self._pipeline.io, put)) for put in puts]
+        self._pipeline.finish()
+        self._entries += [job.result() for job in jobs]
+        return self._entries
+
+    def close(self) -> None:
+        """Stop; when this returns, nothing is written any more."""
+        self._pipeline.close()
+
+    def _write(self, name: str, kind: str, skeleton: Any, sources: list[Any]) -> None:
         layout = _Layout(sources)
-        with Pipeline(self._store.traits.concurrency, cpu=self._cores) as pipeline:
+        pipeline = self._pipeline
+        try:
             for plan in self._plans(sources, layout):
-                job = pipeline.submit(
-                    plan.nbytes,
-                    (pipeline.cpu, partial(self._prepare, sources, layout, plan)),
-                    (pipeline.io, self._send),
-                )
+                prepare = partial(self._prepare, sources, layout, plan)
+                job = pipeline.submit(plan.nbytes, (pipeline.cpu, prepare), (pipeline.io, self._send))
                 layout.place(plan, job)
-            pipeline.finish()
+        finally:
+            # Also after an error: the caller may close or change what a running job still reads.
+            pipeline.wait_for_first_stages()
+        self._records.append((name, kind, skeleton, layout))
+
+    def _put_index(self, name: str, kind: str, skeleton: Any, layout: _Layout, _: None) -> RecordEntry:
         index = layout.index(name, kind, skeleton)
         digest, raw_length, stored = encode_index(index)
         entry = RecordEntry(
@@ -142,72 +205,106 @@ class RecordWriter:
             stored_length=len(stored),
             arrays=len(index.arrays),
             chunks=len(index.chunks),
-            bytes_state=sum(source.nbytes for source in sources),
+            bytes_state=layout.nbytes,
             bytes_stored=sum(chunk.stored_length for chunk in index.chunks),
         )
         self._store.put(entry.key, stored, if_absent=True)
-        self.tally.bytes_sent += len(stored)
-        self.referenced.update((chunk.key, chunk) for chunk in index.chunks)
+        with self._lock:
+            self.tally.bytes_sent += len(stored)
+            self.referenced.update((chunk.key, chunk) for chunk in index.chunks)
         return entry
 
     def _plans(self, sources: list[Any], layout: _Layout) -> Iterator[ChunkPlan]:
         packer = Packer(self._chunk_size)
         for number, source in enumerate(sources):
-            self.tally.bytes_state += source.nbytes
-            if self._known.arrays and source.nbytes >= DIGEST_FROM and packer.is_small(source.nbytes):
-                digest = digest_of(source.read(0, source.nbytes))
+            nbytes = source.nbytes
+            layout.nbytes += nbytes
+            if self._known.arrays and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
+                digest = digest_of(source.read(0, nbytes))
                 places = self._known.arrays.get(digest)
-                if places is not None and sum(place[2] for place in places) == source.nbytes:
+                if places is not None and sum(place[2] for place in places) == nbytes:
                     layout.reuse(number, digest, places)
-                    self._count(source.nbytes, reused=True)
+                    self._count(nbytes, reused=True)
                     continue
-            yield from packer.add(number, source.nbytes, source.item_size, source.align)
+            yield from packer.add(number, nbytes, source.item_size, source.align)
         yield from packer.finish()
+        self.tally.bytes_state += layout.nbytes
 
-    def _prepare(
-        self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None
-    ) -> tuple[str, bytes | bytearray | memoryview | None, Any]:
-        """Stage 1, on a core: private copy, digest, and the frame unless the content is known."""
-        raw = b"".join([sources[piece.array].read(piece.start, piece.stop) for piece in plan.pieces])
-        layout.note_digests(plan, raw)
-        digest = digest_of(raw)
+    def _prepare(self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None) -> _Prepared:
+        """Stage 1, on a core: read the bytes once, into a frame, with their digest, unless the content is known."""
+        begin = time.perf_counter()
+        pieces = [sources[piece.array].read(piece.start, piece.stop) for piece in plan.pieces]
+        raw: Any = pieces[0]
+        if len(pieces) > 1:
+            raw = b"".join(pieces)
+            layout.note_digests(plan, raw)
+        nbytes = plan.nbytes
+        prepared = self._look_up(digest_of(raw), nbytes) if self._expects_reuse() else None
+        if prepared is None:
+            prepared = self._encode(raw, nbytes, plan.item_size)
+        if prepared.frame is None:
+            self._count(nbytes, reused=True)
         with self._lock:
-            claimed = self._claimed.get(digest)
-            found = self._known.find(digest, plan.nbytes) if claimed is None else None
-            if claimed is None:
-                claimed = self._claimed[digest] = Future()
-                mine = found is None
-            else:
-                mine = False
-        if not mine:
-            if found is not None:
-                claimed.set_result(found)
-            self._count(plan.nbytes, reused=True)
-            return digest, None, claimed
-        try:
-            return digest, encode(memoryview(raw), plan.item_size, self._codec), plan.nbytes
-        except BaseException as error:
-            claimed.set_exception(error)
-            raise
+            self.tally.add_seconds("encode", time.perf_counter() - begin)
+        return prepared
 
-    def _send(self, prepared: tuple[str, bytes | bytearray | memoryview | None, Any]) -> ChunkRef | Future[ChunkRef]:
+    def _expects_reuse(self) -> bool:
+        """Whether to hash before coding. Not worth it once it is plain that this state is new."""
+        looked = self.tally.chunks_reused + self.tally.chunks_sent
+        return not self._known.empty and (looked < _FIRST_LOOKS or 8 * self.tally.chunks_reused >= looked)
+
+    def _look_up(self, digest: str, nbytes: int) -> _Prepared | None:
+        """What stores this content already, or is about to."""
+        with self._lock:
+            promise = self._claimed.get(digest)
+            if promise is None:
+                found = self._known.find(digest, nbytes)
+                if found is None:
+                    return None
+                promise = self._claimed[digest] = Future()
+                promise.set_result(found)
+            return _Prepared(digest, None, None, nbytes, promise)
+
+    def _encode(self, raw: Any, nbytes: int, item_size: int) -> _Prepared:
+        room = self._rooms.take(room_for(nbytes))
+        seen = hasher()
+        mode = "raw" if self._codec == "auto" and not self._pace.compress else self._codec
+        with self._pace.codec.timed(nbytes if mode != "raw" else 0):
+            frame = encode_into(raw, item_size, mode, room, seen.update)
+        digest = seen.hexdigest()
+        known = self._look_up(digest, nbytes)
+        if known is None:
+            with self._lock:
+                promise = self._claimed.get(digest)
+                if promise is None:
+                    promise = self._claimed[digest] = Future()
+                    return _Prepared(digest, frame, room, nbytes, promise)
+            known = _Prepared(digest, None, None, nbytes, promise)
+        self._rooms.give(room)
+        return known
+
+    def _send(self, prepared: _Prepared) -> ChunkRef | Future[ChunkRef]:
         """Stage 2, on a connection: put the frame, unless another job is putting the same content.
 
         Then the answer is that job's promise, not yet its result: a connection that waited for another
         one could wait for a job that is queued behind it.
         """
-        digest, frame, rest = prepared
-        if frame is None:
-            claimed: Future[ChunkRef] = rest
-            return claimed
-        chunk = ChunkRef(self._attempt, digest, rest, len(frame))
+        frame, room = prepared.frame, prepared.room
+        if frame is None or room is None:
+            return prepared.promise
+        chunk = ChunkRef(self._attempt, prepared.digest, prepared.nbytes, len(frame))
+        begin = time.perf_counter()
         try:
-            self._store.put(chunk.key, frame, if_absent=True)
+            with self._pace.store.timed(len(frame)):
+                self._store.put(chunk.key, frame, if_absent=True)
         except BaseException as error:
-            self._claimed[digest].set_exception(error)
+            prepared.promise.set_exception(error)
             raise
-        self._claimed[digest].set_result(chunk)
-        self._count(rest, sent=len(frame))
+        with self._lock:
+            self.tally.add_seconds("put", time.perf_counter() - begin)
+        prepared.promise.set_result(chunk)
+        self._count(prepared.nbytes, sent=len(frame))
+        self._rooms.give(room)
         return chunk
 
     def _count(self, raw: int, *, sent: int = 0, reused: bool = False) -> None:
@@ -226,6 +323,7 @@ class _Layout:
 
     def __init__(self, sources: list[Any]) -> None:
         self._sources = sources
+        self.nbytes = 0
         self._runs: list[list[tuple[int, int, int]]] = [[] for _ in sources]  # chunk number, offset, length
         self._chunks: list[Future[Any] | ChunkRef] = []
         self._numbers: dict[str, int] = {}  # key of a reused chunk → its number

@@ -51,6 +51,7 @@ def writing(store: Store, epoch: int = 3, seed: int | None = None, **options: An
     txn = open_repo(store).begin(epoch, **options)
     for name, state in make_state(epoch if seed is None else seed).items():
         txn.write(name, state)
+    txn.settle()
     return txn
 
 

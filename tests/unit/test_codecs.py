@@ -18,9 +18,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import codecs
-from ckptstore.codecs import HEADER_SIZE, MAX_RAW, decode, encode, raw_length_of
+from ckptstore.codecs import HEADER_SIZE, MAX_RAW, decode, encode, encode_into, raw_length_of, room_for
 from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError
+from ckptstore.planes import BLOCK
 
 KEY = "attempts/a/chunks/d"
 SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
@@ -298,25 +298,31 @@ def test_decoding_takes_one_plane_of_memory() -> None:
     assert peak_of(lambda: decode(raw, out.data, data.nbytes, KEY)) < 100_000
 
 
-def test_scratch_of_a_huge_chunk_is_not_kept() -> None:
-    """A thread keeps scratch of common size between chunks, and lets go of a huge one."""
+@pytest.mark.parametrize("mode", ["auto", "raw", "max"])
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, BLOCK - 1, BLOCK, BLOCK + 5, 3 * BLOCK + 4])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_what_is_seen_is_what_is_coded(mode: str, nbytes: int, width: int) -> None:
+    """The blocks shown for the digest are the raw bytes of the frame, each once and in order."""
+    data = weights(nbytes // 4 + 1).tobytes()[:nbytes]
+    shown: list[bytes] = []
+    room = np.zeros(room_for(nbytes), np.uint8)
+    frame = encode_into(data, width, mode, room.data, lambda block: shown.append(bytes(block)))
+    assert b"".join(shown) == data == bytes(decode(frame, None, nbytes, KEY))
+    assert bytes(frame) == encode(data, width, mode) == room.tobytes()[: len(frame)]
 
-    def kept(nbytes: int) -> int:
-        encode(np.arange(nbytes // 8).data, 8)
-        return codecs._tools._scratch.nbytes
 
-    with ThreadPoolExecutor(1) as fresh:
-        assert fresh.submit(kept, 8 << 20).result() == 8 << 20
-        assert fresh.submit(kept, 72 << 20).result() == 0
+@pytest.mark.parametrize("kind", ["floats", "noise"])
+def test_data_that_changes_meanwhile(kind: str) -> None:
+    """Whatever others do to the data while it is coded, the frame holds the bytes that the digest was taken of."""
+    data = weights(1 << 18) if kind == "floats" else np.frombuffer(noise(1 << 20), np.float32).copy()
+    shown: list[bytes] = []
 
+    def seen(block: memoryview) -> None:
+        shown.append(bytes(block))
+        data.view(np.uint8)[:] ^= 0x5A
 
-def test_scratch_in_use_is_not_given_out_twice() -> None:
-    """A save from a signal handler, on a thread that is just encoding, does not write into its planes."""
-    tools = codecs._Tools()
-    first = tools.take(1000)
-    assert not np.shares_memory(first, tools.take(1000))
-    tools.give_back(first)
-    assert np.shares_memory(first, tools.take(500))
+    frame = encode_into(data.data, 4, "auto", np.empty(room_for(data.nbytes), np.uint8).data, seen)
+    assert b"".join(shown) == bytes(decode(frame, None, data.nbytes, KEY))
 
 
 def test_threads_do_not_disturb_each_other() -> None:

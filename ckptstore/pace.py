@@ -1,0 +1,68 @@
+"""Pace: is the store faster than the codec? Measured while saving; ``codec="auto"`` stops compressing where it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ENOUGH = 64 * 1024 * 1024
+"""Bytes that must have gone through both before anything is decided."""
+# The codec must lose clearly: compressed checkpoints are smaller too, and two saves should not decide differently.
+_CLEARLY = 1.25
+
+
+class _Rate:
+    """Bytes per second while at least one thread was busy."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._since = 0.0
+        self.nbytes = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if self._busy == 0:
+                self._since = time.perf_counter()
+            self._busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self.nbytes += nbytes
+                if self._busy == 0:
+                    self.seconds += time.perf_counter() - self._since
+
+    @property
+    def known(self) -> bool:
+        return self.nbytes >= ENOUGH and self.seconds > 0
+
+    @property
+    def speed(self) -> float:
+        return self.nbytes / self.seconds
+
+
+class Pace:
+    """Speeds of codec and store, over all saves of a repository. Thread-safe.
+
+    Both are measured together, as they run: a store whose client takes the cores from the codec slows the codec
+    down here too. Idle time counts for neither.
+    """
+
+    def __init__(self) -> None:
+        self.codec = _Rate()
+        """Raw bytes through hashing, splitting and coding."""
+        self.store = _Rate()
+        """Bytes of frames through ``put``."""
+
+    @property
+    def compress(self) -> bool:
+        """Whether compressing makes a save shorter, as far as is known."""
+        if not (self.codec.known and self.store.known):
+            return True
+        return self.store.speed < self.codec.speed * _CLEARLY
