@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +28,8 @@ from ckptstore.errors import (
     StoreFullError,
 )
 from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
-from ckptstore.pipeline import Meter, Pipeline, Progress
-from ckptstore.reader import fetch_chunk, load_arrays, read_chunk
+from ckptstore.pipeline import Meter, Progress
+from ckptstore.reader import load_arrays, read_chunk, read_chunks
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
 
@@ -208,24 +207,22 @@ class Checkpoint:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
         store = self._catalog.store
 
-        def finish(frame: bytes, chunk: ChunkRef, span: Span, at: int) -> None:
-            raw = read_chunk(store, chunk, frame)[span.offset : span.offset + span.length]
-            done = 0
-            while done < len(raw):
-                done += os.pwrite(fd, raw[done:], at + done)
-            meter.add(span.length)
+        places: dict[str, list[tuple[Span, int]]] = {}
+        at = 0
+        for span in index.arrays[0].spans:
+            places.setdefault(index.chunks[span.chunk].key, []).append((span, at))
+            at += span.length
 
-        offset = 0
-        with Pipeline(store.traits.concurrency) as pipeline:
-            for span in index.arrays[0].spans:
-                chunk = index.chunks[span.chunk]
-                pipeline.submit(
-                    chunk.raw_length,
-                    (pipeline.io, partial(fetch_chunk, store, chunk)),
-                    (pipeline.cpu, partial(finish, chunk=chunk, span=span, at=offset)),
-                )
-                offset += span.length
-            pipeline.finish()
+        def use(chunk: ChunkRef, frame: memoryview) -> None:
+            raw = read_chunk(store, chunk, frame)
+            for span, start in places[chunk.key]:
+                part = raw[span.offset : span.offset + span.length]
+                done = 0
+                while done < len(part):
+                    done += os.pwrite(fd, part[done:], start + done)
+                meter.add(span.length)
+
+        read_chunks(store, [chunk for chunk in index.chunks if chunk.key in places], use)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

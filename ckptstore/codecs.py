@@ -138,8 +138,10 @@ def encode_into(
     return _sealed(space, _RAW, item_size or 1, raw.size, raw.size)
 
 
-def decode(frame: Bytes, out: memoryview | None, raw_length: int, key: str) -> memoryview:
-    """The raw bytes of ``frame``, written into ``out`` or into a fresh buffer.
+def decode(
+    frame: Bytes, out: memoryview | None, raw_length: int, key: str, seen: Callable[[memoryview], object] | None = None
+) -> memoryview:
+    """The raw bytes of ``frame``, written into ``out``. Without one: in fresh memory, or where they lie in the frame.
 
     Everything but the value of the bytes is checked: the caller compares their digest before using them. After an
     error the content of ``out`` is undefined.
@@ -148,6 +150,7 @@ def decode(frame: Bytes, out: memoryview | None, raw_length: int, key: str) -> m
         out: writable and contiguous, of exactly ``raw_length`` bytes.
         raw_length: what the index says; never trusted from the frame alone.
         key: names the object in errors.
+        seen: shown the bytes, block by block and in order, while they are in the cache.
 
     Raises:
         CorruptionError: the frame is damaged, cut, extended, or one of other data.
@@ -165,11 +168,15 @@ def decode(frame: Bytes, out: memoryview | None, raw_length: int, key: str) -> m
     _require(
         len(body) == header.stored_length, key, f"{len(body)} bytes follow the header instead of {header.stored_length}"
     )
+    if header.codec == _RAW and out is None:
+        if seen is not None:
+            seen(body)
+        return body
     target = np.empty(raw_length, np.uint8) if out is None else np.frombuffer(out, np.uint8)
     if header.codec == _RAW:
-        np.copyto(target, np.frombuffer(body, np.uint8))
+        merge([np.frombuffer(body, np.uint8)], target, seen)
     else:
-        _decode_planes(body, target, header.item_size, key)
+        _decode_planes(body, target, header.item_size, key, seen)
     return target.data if out is None else out
 
 
@@ -306,7 +313,9 @@ def _parse_header(frame: memoryview, key: str) -> _Header:
     return _Header(codec, item_size, raw_length, stored_length)
 
 
-def _decode_planes(body: memoryview, target: Plane, item_size: int, key: str) -> None:
+def _decode_planes(
+    body: memoryview, target: Plane, item_size: int, key: str, seen: Callable[[memoryview], object] | None
+) -> None:
     length = target.size // item_size
     tail = target[length * item_size :]
     at = item_size * _ENTRY.size
@@ -324,8 +333,10 @@ def _decode_planes(body: memoryview, target: Plane, item_size: int, key: str) ->
             _require(method == _ZSTD and stored < length, key, f"plane {i} makes no sense")
             plane = _decompress(plane, length, i, key)
         planes.append(np.frombuffer(plane, np.uint8))
-    merge(planes, target[: length * item_size])
+    merge(planes, target[: length * item_size], seen)
     np.copyto(tail, np.frombuffer(body[at:], np.uint8))
+    if seen is not None:
+        seen(tail.data)
 
 
 def _decompress(plane: memoryview, length: int, i: int, key: str) -> memoryview:

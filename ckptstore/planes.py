@@ -7,7 +7,7 @@ step to the next (docs/design.md has the figures).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,16 @@ def split(raw: Plane, planes: Sequence[Plane]) -> None:
     _split(raw.view(f"<u{len(planes)}"), planes)
 
 
-def merge(planes: Sequence[Plane], raw: Plane) -> None:
-    """The way back: fill ``raw`` from its planes, block by block."""
+def merge(planes: Sequence[Plane], raw: Plane, seen: Callable[[memoryview], object] | None = None) -> None:
+    """The way back: fill ``raw`` from its planes, block by block; ``seen`` is shown each block."""
     width = len(planes)
     words = raw.view(f"<u{width}")
     step = BLOCK // width
     for start in range(0, len(words), step):
         part = words[start : start + step]
         _merge([plane[start : start + step] for plane in planes], part)
+        if seen is not None:
+            seen(part.view(np.uint8).data)
 
 
 def _split(words: Words, planes: Sequence[Plane]) -> None:

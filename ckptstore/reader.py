@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from ckptstore import keys
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, ObjectNotFoundError
-from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, digest_of
-from ckptstore.pipeline import Meter, Pipeline
+from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
+from ckptstore.pipeline import Meter, Pipeline, Rooms
 from ckptstore.stores.base import Store
 
 
@@ -31,10 +33,15 @@ class Target(Protocol):
     def buffer(self) -> memoryview: ...
 
 
-def fetch(store: Store, key: str, length: int) -> bytes:
-    """An object that must have exactly ``length`` bytes. CorruptionError if it is missing or of another size."""
+def fetch(store: Store, key: str, length: int, room: memoryview | None = None) -> memoryview:
+    """An object that must have exactly ``length`` bytes. CorruptionError if it is missing or of another size.
+
+    Args:
+        room: memory for it, one byte more than it should have.
+    """
+    end = length + 1  # one more than it should have: shows an extended object
     try:
-        data = store.get(key, 0, length + 1)  # one more than it should have: shows an extended object
+        data = memoryview(store.get(key, 0, end)) if room is None else store.fetch(key, 0, end, room)
     except ObjectNotFoundError as error:
         raise CorruptionError(f"{key} is missing", key=key) from error
     if len(data) != length:
@@ -43,25 +50,29 @@ def fetch(store: Store, key: str, length: int) -> bytes:
     return data
 
 
-def fetch_chunk(store: Store, chunk: ChunkRef, _: object = None) -> bytes:
-    """The frame of a chunk, not yet verified. (The last argument lets it begin a pipeline.)"""
-    return fetch(store, chunk.key, chunk.stored_length)
+def fetch_chunk(store: Store, chunk: ChunkRef, room: memoryview | None = None) -> memoryview:
+    """The frame of a chunk, not yet verified."""
+    return fetch(store, chunk.key, chunk.stored_length, room)
 
 
 def read_index(store: Store, entry: RecordEntry) -> RecordIndex:
     """The verified index of a record."""
-    return decode_index(fetch(store, entry.key, entry.stored_length), entry)
+    return decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry)
 
 
-def decode_chunk(frame: bytes, chunk: ChunkRef, out: memoryview | None = None) -> memoryview:
-    """The verified raw bytes of a chunk, in ``out`` where given. CorruptionError names the object."""
-    raw = decode(frame, out, chunk.raw_length, chunk.key)
-    if digest_of(raw) != chunk.digest:
+def decode_chunk(frame: memoryview, chunk: ChunkRef, out: memoryview | None = None) -> memoryview:
+    """The verified raw bytes of a chunk, in ``out`` where given, else possibly in ``frame``.
+
+    CorruptionError names the object.
+    """
+    seen = hasher()
+    raw = decode(frame, out, chunk.raw_length, chunk.key, seen.update)
+    if seen.hexdigest() != chunk.digest:
         raise CorruptionError(f"{chunk.key} is damaged: its content does not match its digest", key=chunk.key)
     return raw
 
 
-def read_chunk(store: Store, chunk: ChunkRef, frame: bytes, out: memoryview | None = None) -> memoryview:
+def read_chunk(store: Store, chunk: ChunkRef, frame: memoryview, out: memoryview | None = None) -> memoryview:
     """Decode ``frame``; if that fails, fetch it once more, because a wrong byte may have come from the way."""
     try:
         return decode_chunk(frame, chunk, out)
@@ -80,33 +91,64 @@ def load_arrays(
     """
     wanted = _scatter(index, targets)
 
-    def finish(frame: bytes, chunk: ChunkRef, places: list[tuple[memoryview, int]]) -> None:
+    def use(chunk: ChunkRef, frame: memoryview) -> None:
+        places = wanted[chunk.key]
         whole = len(places) == 1 and len(places[0][0]) == chunk.raw_length and not visible
         raw = read_chunk(store, chunk, frame, places[0][0] if whole else None)
         if not whole:
             for view, offset in places:
-                view[:] = raw[offset : offset + len(view)]
+                _copy(view, raw[offset : offset + len(view)])
         meter.add(sum(len(view) for view, _ in places))
 
+    read_chunks(store, [chunk for chunk in index.chunks if chunk.key in wanted], use)
+
+
+def read_chunks(
+    store: Store,
+    chunks: Iterable[ChunkRef],
+    use: Callable[[ChunkRef, memoryview], object],
+    damaged: Callable[[ChunkRef, CorruptionError], object] | None = None,
+) -> None:
+    """Fetch chunks side by side and give each frame to ``use``, on a core; it is good until that returns.
+
+    With ``damaged``, that is told of a CorruptionError, and the others go on.
+    """
+    rooms = Rooms()
+
+    def get(chunk: ChunkRef, _: None) -> tuple[memoryview | CorruptionError, memoryview]:
+        room = rooms.take(chunk.stored_length + 1)
+        try:
+            return fetch_chunk(store, chunk, room), room
+        except CorruptionError as error:
+            return error, room
+
+    def work(got: tuple[memoryview | CorruptionError, memoryview], chunk: ChunkRef) -> None:
+        frame, room = got
+        try:
+            if isinstance(frame, CorruptionError):
+                raise frame
+            use(chunk, frame)
+        except CorruptionError as error:
+            if damaged is None:
+                raise
+            damaged(chunk, error)
+        rooms.give(room)
+
     with Pipeline(store.traits.concurrency) as pipeline:
-        for number, places in wanted.items():
-            chunk = index.chunks[number]
-            pipeline.submit(
-                chunk.raw_length,
-                (pipeline.io, partial(fetch_chunk, store, chunk)),
-                (pipeline.cpu, partial(finish, chunk=chunk, places=places)),
-            )
+        for chunk in chunks:
+            stages = (pipeline.io, partial(get, chunk)), (pipeline.cpu, partial(work, chunk=chunk))
+            pipeline.submit(chunk.raw_length, *stages)
         pipeline.finish()
 
 
-def _scatter(index: RecordIndex, targets: Mapping[int, Target]) -> dict[int, list[tuple[memoryview, int]]]:
-    """For each chunk needed: the destination views it fills and their offsets in its raw bytes."""
-    wanted: dict[int, list[tuple[memoryview, int]]] = {}
+def _scatter(index: RecordIndex, targets: Mapping[int, Target]) -> dict[str, list[tuple[memoryview, int]]]:
+    """For the key of each chunk needed: the destination views it fills and their offsets in its raw bytes."""
+    wanted: dict[str, list[tuple[memoryview, int]]] = {}
     for number, target in targets.items():
         filled = 0
         for span in index.arrays[number].spans:
             view = target.buffer[filled : filled + span.length]
-            wanted.setdefault(span.chunk, []).append((view, span.offset))
+            wanted.setdefault(index.chunks[span.chunk].key, []).append((view, span.offset))
             filled += span.length
     return wanted
 
@@ -135,27 +177,17 @@ def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> li
     """Chunks whose bytes are wrong: every byte is read and checked."""
     problems: list[Problem] = []
 
-    def get(chunk: ChunkRef, _: None) -> bytes | None:
-        try:
-            return fetch_chunk(store, chunk)
-        except CorruptionError as error:
-            problems.append(Problem(chunk.key, error.message))
-            return None
-
-    def check(frame: bytes | None, chunk: ChunkRef) -> None:
-        if frame is not None:
-            try:
-                read_chunk(store, chunk, frame)
-            except CorruptionError as error:
-                problems.append(Problem(chunk.key, error.message))
+    def check(chunk: ChunkRef, frame: memoryview) -> None:
+        read_chunk(store, chunk, frame)
         meter.add(chunk.raw_length)
 
-    with Pipeline(store.traits.concurrency) as pipeline:
-        for chunk in {chunk.key: chunk for chunk in chunks}.values():
-            pipeline.submit(
-                chunk.raw_length,
-                (pipeline.io, partial(get, chunk)),
-                (pipeline.cpu, partial(check, chunk=chunk)),
-            )
-        pipeline.finish()
+    def damaged(chunk: ChunkRef, error: CorruptionError) -> None:
+        problems.append(Problem(chunk.key, error.message))
+        meter.add(chunk.raw_length)
+
+    read_chunks(store, {chunk.key: chunk for chunk in chunks}.values(), check, damaged)
     return sorted(problems, key=lambda problem: problem.key)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # lets other threads run meanwhile

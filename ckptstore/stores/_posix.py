@@ -63,6 +63,17 @@ def read_range(handle: int, start: int, end: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def read_into(handle: int, start: int, room: memoryview) -> memoryview:
+    """As ``read_range``, into ``room``; the part of it that was filled."""
+    filled = 0
+    while filled < len(room):
+        count = os.preadv(handle, [room[filled:]], start + filled)
+        if count == 0:
+            break
+        filled += count
+    return room[:filled]
+
+
 def replace(scratch: str, name: str, place: int, identity: Identity) -> None:
     """Give a finished scratch file its name, in place of what had it before."""
     try:

@@ -23,7 +23,6 @@ from ckptstore.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
-    StoreFullError,
     TransientError,
 )
 from ckptstore.keys import check_key, parse_partial_key, partial_key
@@ -37,6 +36,7 @@ from ckptstore.stores._posix import (
     flat,
     holds,
     is_file,
+    read_into,
     read_range,
     regular,
     replace,
@@ -44,35 +44,8 @@ from ckptstore.stores._posix import (
     write_file,
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+from ckptstore.stores.local_errors import ADVICE, ERRORS
 
-_TRANSIENT = (
-    "ESTALE EIO ETIMEDOUT ENOTCONN EAGAIN EINTR EBUSY ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH "
-    "ECONNRESET ECONNREFUSED ECONNABORTED EPIPE ESHUTDOWN ENOBUFS ENOMEM EMFILE ENFILE ENOLCK EDEADLK ETXTBSY "
-    "EREMOTEIO ECOMM ENOLINK EPROTO ENOENT"  # ENOENT: where it is no answer, the file or folder vanished under us
-)
-_REFUSED = "EACCES EPERM EROFS ENAMETOOLONG ELOOP ENOTDIR EISDIR"
-_FULL = "ENOSPC EDQUOT EFBIG"
-
-ERRORS: dict[int, type[StoreError]] = {
-    getattr(errno, name): kind
-    for names, kind in ((_TRANSIENT, TransientError), (_REFUSED, AccessError), (_FULL, StoreFullError))
-    for name in names.split()
-    if hasattr(errno, name)
-}
-"""What an errno means to a caller. Anything else is a plain StoreError."""
-
-_ADVICE: dict[int, str] = {
-    errno.EACCES: "check the permissions of the folder and its owner",
-    errno.EPERM: "check the permissions of the folder and its owner",
-    errno.EROFS: "mount the file system for writing or choose another folder",
-    errno.ENAMETOOLONG: "choose a folder with a shorter path",
-    errno.ELOOP: "replace the symbolic link by a file or folder; links below the root are not followed",
-    errno.ENOTDIR: "a file is where a folder is needed: move it away or choose another folder",
-    errno.EISDIR: "a folder is where a file is needed: move it away or choose another folder",
-    errno.EDQUOT: "free some of your quota, for example by pruning old checkpoints",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f) or choose another file system",
-    errno.ENOENT: "the file or its folder was removed meanwhile: try again",
-}
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
@@ -131,6 +104,16 @@ class LocalStore(Store):
                 os.close(place)
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        with self._reading(key, start, end) as (handle, stop):
+            return read_range(handle, start, stop)
+
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        with self._reading(key, start, end) as (handle, stop):
+            return read_into(handle, start, room[: max(stop - start, 0)])
+
+    @contextmanager
+    def _reading(self, key: str, start: int, end: int | None) -> Iterator[tuple[int, int]]:
+        """The open file of a key, and where to stop."""
         check_key(key)
         if start < 0 or (end is not None and end < 0):
             raise InvalidArgumentError(f"range [{start}, {end}) of {key!r}: use offsets from 0", key=key)
@@ -139,7 +122,7 @@ class LocalStore(Store):
             handle = os.open(os.path.join(folder, name), READ)
             try:
                 size = regular(os.fstat(handle)).st_size
-                return read_range(handle, start, size if end is None else min(end, size))
+                yield handle, size if end is None else min(end, size)
             finally:
                 os.close(handle)
 
@@ -366,7 +349,7 @@ class LocalStore(Store):
         except OSError as error:
             code = error.errno or 0
             kind = ERRORS.get(code, StoreError)
-            advice = self._space(nbytes) if code == errno.ENOSPC else _ADVICE.get(code)
+            advice = self._space(nbytes) if code == errno.ENOSPC else ADVICE.get(code)
             if advice is None:
                 advice = "try again" if kind is TransientError else "look into the system log"
             reason = error.strerror or str(error)
