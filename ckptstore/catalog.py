@@ -51,12 +51,49 @@ class Catalog:
         self._indexes: OrderedDict[tuple[str, str], RecordIndex] = OrderedDict()
         self._damaged: set[tuple[str, str]] = set()
         self._trusted: set[str] = set()  # chunks that this process has read and found good
+        self._last: Manifest | None = None
+        self.settled = False
+        """Whether the last attempt of this process has committed, so that it left no dead one behind."""
 
     def committed(self, epoch: int | None = None) -> list[Committed]:
         """All commits (of one epoch), oldest first. One listing; no manifest is read."""
         prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
         parsed = (keys.parse_manifest_key(info.key) for info in self.store.list(prefix))
         return sorted(Committed(*pair) for pair in parsed if pair is not None)
+
+    def commit_times(self, epoch: int) -> dict[Committed, float]:
+        """The commits of an epoch and when each was put, by the store's clock."""
+        parsed = ((keys.parse_manifest_key(i.key), i.modified) for i in self.store.list(keys.epoch_prefix(epoch)))
+        return {Committed(*pair): modified for pair, modified in parsed if pair is not None}
+
+    def has_committed(self, manifest: Manifest, indexes: Iterable[tuple[RecordEntry, RecordIndex]]) -> None:
+        """This process has just committed it: the next save need not read it again to build on it."""
+        for entry, index in indexes:
+            self._keep(entry, index)
+        self._last = manifest
+        self.settled = True
+
+    def base(self, commits: list[Committed], *, without: int) -> Manifest | None:
+        """The newest of ``commits`` that a save of epoch ``without`` can build on: what it needs to know is legible.
+
+        Whether it is still there is for the caller to find out.
+
+        Raises:
+            FormatError: a newer version wrote a manifest; saving beside it would hide it.
+        """
+        for commit in reversed(commits):
+            if commit.epoch == without:
+                continue
+            last = self._last
+            try:
+                manifest = last if last is not None and last.key == commit.key else self.manifest(commit)
+                if (manifest.key, manifest.attempt) not in self._damaged:
+                    for entry in manifest.records:
+                        self.index(entry)
+                    return manifest
+            except (ObjectNotFoundError, CorruptionError):
+                continue
+        return None
 
     def manifest(self, commit: Committed) -> Manifest:
         """The verified manifest of a commit.
@@ -73,18 +110,24 @@ class Catalog:
         return cached if cached is not None else self._read_index(entry)
 
     def _read_index(self, entry: RecordEntry) -> RecordIndex:
-        index = self._indexes[entry.key, entry.name] = read_index(self.store, entry)
+        index = read_index(self.store, entry)
+        self._keep(entry, index)
+        return index
+
+    def _keep(self, entry: RecordEntry, index: RecordIndex) -> None:
+        self._indexes[entry.key, entry.name] = index
         self._indexes.move_to_end((entry.key, entry.name))
         while len(self._indexes) > _CACHED_INDEXES:
             self._indexes.popitem(last=False)
-        return index
 
-    def exists(self, manifest: Manifest) -> bool:
-        """Whether exactly this checkpoint is still committed."""
+    def exists(self, manifest: Manifest, *, if_damaged: bool = True) -> bool:
+        """Whether exactly this checkpoint is still committed; ``if_damaged`` where its manifest tells no more."""
         try:
             return self.manifest(Committed(manifest.epoch, manifest.generation)).attempt == manifest.attempt
         except ObjectNotFoundError:
             return False
+        except CorruptionError:
+            return if_damaged
 
     def problems(self, manifest: Manifest, *, deep: bool, progress: Progress | None = None) -> list[Problem]:
         """What is wrong with a checkpoint: nothing, if it is intact.

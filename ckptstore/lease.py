@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,7 @@ class HeldLease:
         self._thread: threading.Thread | None = None
         self.lapsed = False
         self.renewed = 0.0  # the store's time of the last put
+        self._put_at = 0.0
         self.lease = Lease(
             attempt=attempt,
             epoch=epoch,
@@ -115,6 +117,11 @@ class HeldLease:
         """Start the heartbeat."""
         self._thread = threading.Thread(target=self._beat, name="ckptstore-lease", daemon=True)
         self._thread.start()
+
+    def renew_if_due(self) -> None:
+        """Renew the lease unless that was done less than a heartbeat ago, by a clock that also counts sleep."""
+        if _clock() - self._put_at >= HEARTBEAT:
+            self.renew()
 
     def renew(self) -> None:
         """Renew the lease; sets ``lapsed`` if it may have been taken for dead in between.
@@ -149,7 +156,9 @@ class HeldLease:
 
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
+        before = _clock()
         self._store.put(self._key, encode_lease(self.lease))
+        self._put_at = before
         try:
             self.renewed = self._store.info(self._key).modified
         except ObjectNotFoundError as error:
@@ -172,6 +181,10 @@ class HeldLease:
                 return  # the commit will find out for itself
             except (CorruptionError, StoreError) as error:
                 log.warning("could not renew %s, will try again: %s", self._key, error)
+
+
+def _clock() -> float:
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _identity(pid: int) -> str:

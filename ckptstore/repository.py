@@ -151,10 +151,12 @@ class Repository:
         """
         number = check_epoch(epoch)
         skeleton = _check_metadata(metadata)
-        self._require_marker(restore=True)
+        commits = self._catalog.committed()
+        if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
+            self._require_marker(restore=True)
         self._prepare_to_write()
         plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id)
-        return Transaction(self._catalog, plan, self._committed, Meter(progress, total))
+        return Transaction(self._catalog, plan, commits, self._committed, Meter(progress, total))
 
     # ---- reading -------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
+from ckptstore.claim import Claim
 from ckptstore.errors import (
     CkptStoreError,
     CorruptionError,
@@ -35,14 +36,13 @@ from ckptstore.errors import (
     TransactionError,
     TransientError,
 )
-from ckptstore.lease import LAPSE, HeldLease, is_condemned, read_leases, seems_dead
+from ckptstore.lease import LAPSE, HeldLease
 from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest, writer_version
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter
-from ckptstore.reader import missing_chunks
 from ckptstore.sweep import delete_commits, remove_attempt
 from ckptstore.tree import FlatState, flatten
-from ckptstore.writer import Known, RecordWriter, Tally, adopt
+from ckptstore.writer import RecordWriter, Tally
 
 log = logging.getLogger("ckptstore")
 
@@ -70,7 +70,14 @@ class Transaction:
     use by several threads at once.
     """
 
-    def __init__(self, catalog: Catalog, plan: Plan, on_commit: Callable[[Manifest, Tally], Any], meter: Meter) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        plan: Plan,
+        commits: list[Committed],
+        on_commit: Callable[[Manifest, Tally], Any],
+        meter: Meter,
+    ) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._plan = plan
@@ -79,16 +86,14 @@ class Transaction:
         self._sent = False
         self._names: set[str] = set()
         self._state = "open"
-        self._generation = self._next_generation()
+        self._generation = self._next_generation(commits)
         self._attempt = keys.new_attempt()
-        self._base: Manifest | None = None
-        self._adopted: tuple[str, ...] = ()
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
-        known = Known()
+        self._claim = Claim(catalog, self._lease)
         self._writer = RecordWriter(
             self._store,
             self._attempt,
-            known,
+            self._claim.known,
             chunk_size=plan.chunk_size,
             codec=plan.codec,
             cores=plan.cores,
@@ -97,11 +102,17 @@ class Transaction:
         )
         try:
             with self.tally.timed("begin"):
-                self._claim(known)
+                self._claim.take(commits)
             self._lease.start()
         except Exception as error:
             self._give_up(error)
             raise
+
+    def _next_generation(self, commits: list[Committed]) -> int:
+        same = [commit for commit in commits if commit.epoch == self.epoch]
+        if same and not self._plan.replace:
+            raise _exists(self.epoch, same[-1].key)
+        return same[-1].generation + 1 if same else 1
 
     @property
     def epoch(self) -> int:
@@ -192,34 +203,6 @@ class Transaction:
             self._state = "failed"
             raise
 
-    # ---- begin ---------------------------------------------------------------------------------------------
-
-    def _next_generation(self) -> int:
-        commits = self._catalog.committed(self._plan.epoch)
-        if commits and not self._plan.replace:
-            raise _exists(self._plan.epoch, commits[-1].key)
-        return commits[-1].generation + 1 if commits else 1
-
-    def _claim(self, known: Known) -> None:
-        """Put the lease, then look at the flags of what it names, and learn only from what has none."""
-        base, _ = self._catalog.newest_intact(without=self._plan.epoch)
-        candidates = [s for s in read_leases(self._store) if s.lease is not None and s.lease.epoch == self._plan.epoch]
-        spent = self._catalog.spent_attempts(self._plan.epoch) if candidates else frozenset()
-        uses = base.attempts if base is not None else ()
-        now = self._lease.claim(base.key if base else None, uses)
-        dead = tuple(
-            s.attempt for s in candidates if seems_dead(s, now) and spent is not None and s.attempt not in spent
-        )
-        if dead:
-            self._lease.claim(base.key if base else None, (*uses, *dead))
-        if base is not None and self._catalog.exists(base):
-            self._base = base
-            for entry in base.records:
-                known.learn(self._catalog.index(entry))
-        self._adopted = tuple(attempt for attempt in dead if not is_condemned(self._store, attempt))
-        for attempt in self._adopted:
-            adopt(self._store, attempt, known)
-
     # ---- commit --------------------------------------------------------------------------------------------
 
     def commit(self) -> Any:
@@ -244,13 +227,14 @@ class Transaction:
     def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         manifest = self._manifest(entries)
         data = encode_manifest(manifest)
-        self._lease.renew()
+        self._lease.renew_if_due()
         if self._lease.lapsed:
-            self._prove_claims(manifest)
-            self._prove_objects(manifest)
+            self._claim.prove_flags(manifest)
+            self._claim.prove_objects(manifest, self._writer.referenced.values())
         self._put_manifest(manifest, data)
         self._look_once_more(manifest)
         self._state = "committed"
+        self._catalog.has_committed(manifest, self._writer.indexes)
         self._writer.close()
         self._after_commit()
         return manifest
@@ -263,7 +247,7 @@ class Transaction:
             epoch=self.epoch,
             generation=self._generation,
             attempt=self._attempt,
-            base=self._base.key if self._base is not None else None,
+            base=self._claim.base.key if self._claim.base is not None else None,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             writer=writer_version(),
             metadata=self._plan.metadata,
@@ -323,58 +307,32 @@ class Transaction:
             raise error
 
     def _too_late(self, manifest: Manifest) -> CkptStoreError | None:
-        generations = self._catalog.committed(self.epoch)
-        if generations and generations[-1].generation > self._generation:
-            return _exists(self.epoch, generations[-1].key)
-        try:
-            committed = self._store.info(manifest.key).modified
-        except ObjectNotFoundError:
+        times = self._catalog.commit_times(self.epoch)
+        newest = max(times, default=None)
+        if newest is not None and newest.generation > self._generation:
+            return _exists(self.epoch, newest.key)
+        committed = times.get(Committed(self.epoch, self._generation))
+        if committed is None:
             return None  # it was committed, and another process has deleted or pruned it since
         try:
-            if is_condemned(self._store, self._attempt):
-                self._swept(keys.condemned_key(self._attempt))
+            self._claim.prove_own_flag()
             # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
             # then what it took is gone by now. (A gc with a short grace does not wait for a lapse.)
             if committed - self._lease.renewed > LAPSE:
-                self._prove_claims(manifest)
-            self._prove_objects(manifest)
+                self._claim.prove_flags(manifest)
+            self._claim.prove_objects(manifest, self._writer.referenced.values())
         except TransactionError as error:
             return error
         return None
-
-    def _prove_claims(self, manifest: Manifest) -> None:
-        """The lease may have been taken for dead: prove that what we build on is not being swept."""
-        base_used = self._base is not None and set(self._base.attempts) & set(manifest.attempts)
-        for attempt in (self._attempt, *self._adopted):
-            if is_condemned(self._store, attempt):
-                self._swept(keys.condemned_key(attempt))
-        if base_used and self._base is not None and not self._catalog.exists(self._base):
-            self._swept(self._base.key)
-
-    def _prove_objects(self, manifest: Manifest) -> None:
-        """Prove that every object that the manifest needs is there. A few listings."""
-        for problem in missing_chunks(self._store, self._writer.referenced.values()):
-            self._swept(problem.key)
-        there = {info.key for info in self._store.list(keys.records_prefix(self._attempt))}
-        for entry in manifest.records:
-            if entry.key not in there:
-                self._swept(entry.key)
-
-    def _swept(self, key: str) -> None:
-        raise TransactionError(
-            f"this save was silent for too long, and another process cleaned up what it needs ({key}). Save again",
-            key=key,
-            epoch=self.epoch,
-        )
 
     def _after_commit(self) -> None:
         """Tidy up. The checkpoint is durable: nothing that fails here may turn the save into a failure."""
         try:
             self._lease.release()
-            for attempt in self._adopted:
+            for attempt in self._claim.adopted:
                 remove_attempt(self._catalog, attempt, f"epoch {self.epoch} is committed")
-            older = [c for c in self._catalog.committed(self.epoch) if c.generation < self._generation]
-            if older:
+            if self._generation > 1:
+                older = [c for c in self._catalog.committed(self.epoch) if c.generation < self._generation]
                 delete_commits(self._catalog, older, f"epoch {self.epoch} was replaced")
         except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
             log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", self.epoch, error)

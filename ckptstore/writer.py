@@ -7,8 +7,6 @@ taken of what went in. The frame is sent (also again, by a retry) from there.
 
 from __future__ import annotations
 
-import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptstore import keys
 from ckptstore.arrays import ArraySpec
 from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
 from ckptstore.codecs import encode_into, room_for
-from ckptstore.errors import InvalidRecordError, NotFoundError
+from ckptstore.files import FileSource
+from ckptstore.known import Known, Place
 from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index, hasher
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Pipeline, Rooms
@@ -47,38 +45,6 @@ class Source(Protocol):
 
 # So many chunks are hashed ahead of coding before a save that has a base judges whether that pays.
 _FIRST_LOOKS = 4
-
-Place = tuple[ChunkRef, int, int]  # chunk, offset and length of a run of bytes in its raw content
-
-
-@dataclass
-class Known:
-    """Content that may be referred to in place of being sent again, by digest."""
-
-    chunks: dict[str, ChunkRef] = field(default_factory=dict)
-    arrays: dict[str, tuple[Place, ...]] = field(default_factory=dict)
-    stored: dict[str, tuple[str, int]] = field(default_factory=dict)  # adopted: digest → attempt, stored length
-
-    def learn(self, index: RecordIndex) -> None:
-        """Everything in a record of the base checkpoint."""
-        for chunk in index.chunks:
-            self.chunks.setdefault(chunk.digest, chunk)
-        for array in index.arrays:
-            if array.digest:
-                places = tuple((index.chunks[s.chunk], s.offset, s.length) for s in array.spans)
-                self.arrays.setdefault(array.digest, places)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to refer to."""
-        return not (self.chunks or self.stored)
-
-    def find(self, digest: str, raw_length: int) -> ChunkRef | None:
-        chunk = self.chunks.get(digest)
-        if chunk is None and digest in self.stored:
-            attempt, stored_length = self.stored[digest]
-            chunk = ChunkRef(attempt, digest, raw_length, stored_length)
-        return chunk
 
 
 @dataclass
@@ -153,6 +119,7 @@ class RecordWriter:
         self._records: list[tuple[str, str, Any, _Layout]] = []
         self.tally = Tally()
         self.referenced: dict[str, ChunkRef] = {}
+        self.indexes: list[tuple[RecordEntry, RecordIndex]] = []
 
     def write_state(self, name: str, flat: FlatState) -> None:
         """Write a flattened state."""
@@ -211,6 +178,7 @@ class RecordWriter:
         self._store.put(entry.key, stored, if_absent=True)
         with self._lock:
             self.tally.bytes_sent += len(stored)
+            self.indexes.append((entry, index))
             self.referenced.update((chunk.key, chunk) for chunk in index.chunks)
         return entry
 
@@ -219,10 +187,10 @@ class RecordWriter:
         for number, source in enumerate(sources):
             nbytes = source.nbytes
             layout.nbytes += nbytes
-            if self._known.arrays and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
+            if self._known.has_arrays and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
                 digest = digest_of(source.read(0, nbytes))
-                places = self._known.arrays.get(digest)
-                if places is not None and sum(place[2] for place in places) == nbytes:
+                places = self._known.find_array(digest, nbytes)
+                if places is not None:
                     layout.reuse(number, digest, places)
                     self._count(nbytes, reused=True)
                     continue
@@ -255,15 +223,14 @@ class RecordWriter:
 
     def _look_up(self, digest: str, nbytes: int) -> _Prepared | None:
         """What stores this content already, or is about to."""
-        with self._lock:
-            promise = self._claimed.get(digest)
-            if promise is None:
-                found = self._known.find(digest, nbytes)
-                if found is None:
-                    return None
-                promise = self._claimed[digest] = Future()
-                promise.set_result(found)
-            return _Prepared(digest, None, None, nbytes, promise)
+        promise = self._claimed.get(digest)
+        if promise is None:
+            found = self._known.find(digest, nbytes)
+            if found is None:
+                return None
+            promise = Future()
+            promise.set_result(found)
+        return _Prepared(digest, None, None, nbytes, promise)
 
     def _encode(self, raw: Any, nbytes: int, item_size: int) -> _Prepared:
         room = self._rooms.take(room_for(nbytes))
@@ -379,61 +346,3 @@ def _settled(chunk: Any) -> ChunkRef:
         chunk = chunk.result()
     assert isinstance(chunk, ChunkRef)
     return chunk
-
-
-class FileSource:
-    """A file read piece by piece by many threads (``pread``: no shared position)."""
-
-    item_size = 0  # the codec probes for the width of whatever numbers the file holds
-    align = 8
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            # Not blocking: opening a pipe would wait for somebody to write to it.
-            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"{path} does not exist: nothing to store") from error
-        except OSError as error:
-            raise InvalidRecordError(f"{path} cannot be read ({error.strerror}): nothing to store") from error
-        self._stat = os.fstat(self._fd)
-        if not stat.S_ISREG(self._stat.st_mode):
-            os.close(self._fd)
-            raise InvalidRecordError(f"{path} is not a regular file: nothing to store")
-        self.nbytes = self._stat.st_size
-        self.spec = ArraySpec("bytes", "uint8", (self.nbytes,))
-
-    def read(self, start: int, stop: int) -> memoryview:
-        parts = bytearray(stop - start)
-        view = memoryview(parts)
-        filled = 0
-        while filled < len(parts):
-            count = os.preadv(self._fd, [view[filled:]], start + filled)
-            if count == 0:
-                raise InvalidRecordError(f"{self._path} became shorter while it was being saved: save it again")
-            filled += count
-        return view
-
-    def check_unchanged(self) -> None:
-        """Raises InvalidRecordError unless the file is as it was when it was opened."""
-        if os.pread(self._fd, 1, self.nbytes):
-            # Also what files of /proc look like: bytes, but no size.
-            raise InvalidRecordError(f"{self._path} is longer than it says: copy it to an ordinary file first")
-        now = os.stat(self._path)
-        before = self._stat
-        if (now.st_ino, now.st_size, now.st_mtime_ns) != (before.st_ino, before.st_size, before.st_mtime_ns):
-            raise InvalidRecordError(f"{self._path} changed while it was being saved: save it again")
-
-    def __enter__(self) -> FileSource:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-
-def adopt(store: Store, attempt: str, known: Known) -> None:
-    """Learn the chunks that a dead attempt left. A put is all or nothing, so a name proves its content."""
-    for info in store.list(keys.chunks_prefix(attempt)):
-        parsed = keys.parse_content_key(info.key)
-        if parsed is not None and info.size > 0:
-            known.stored.setdefault(parsed[2], (attempt, info.size))

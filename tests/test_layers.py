@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "ckptstore"
 ROOF = 4
 ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by nobody
 FLOORS: dict[float, set[str]] = {
-    0: {"errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "tree", "chunks", "planes"},
+    0: {"errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "tree", "chunks", "files", "planes"},
     1: {"codecs", "pace", "pipeline", "stores"},
-    2: {"writer", "reader"},
+    2: {"known", "writer", "reader"},
     3: {
-        "background", "catalog", "checkpoint", "lease", "opening", "repository", "retention", "sweep", "transaction",
-        "verify",
+        "background", "catalog", "checkpoint", "claim", "lease", "opening", "repository", "retention", "sweep",
+        "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

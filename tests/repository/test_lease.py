@@ -123,7 +123,7 @@ def test_adopted_chunks_are_spared(store: MemoryStore, clock: Clock) -> None:
     dead._lease.stop()
     clock.go(4 * HEARTBEAT)
     txn = writing(store)
-    assert txn._adopted == (dead._attempt,)
+    assert txn._claim.adopted == (dead._attempt,)
     assert [key for key in own_objects(store, txn) if "/chunks/" in key] == []
     clock.go(LAPSE - 1)
     report = open_repo(store).gc()
@@ -139,7 +139,7 @@ def test_two_savers_adopt_the_same_dead_attempt(store: MemoryStore, clock: Clock
     dead._lease.stop()
     clock.go(4 * HEARTBEAT)
     first, second = writing(store), writing(store)
-    assert first._adopted == second._adopted == (dead._attempt,)
+    assert first._claim.adopted == second._claim.adopted == (dead._attempt,)
     second.abort()
     commit_is_whole(store, first, 3)
 
@@ -226,8 +226,22 @@ class Interfering(MemoryStore):
         finally:
             self._hook("info", key, True)
 
+    def list(self, prefix: str = "", *, partial: bool = False) -> Any:
+        self._hook("list", prefix, False)
+        found = tuple(super().list(prefix, partial=partial))
+        self._hook("list", prefix, True)
+        return iter(found)
 
-STEPS = [("info", "leases/"), ("put", "leases/"), ("put", "manifests/"), ("info", "manifests/"), ("info", "condemned/")]
+
+STEPS = [
+    ("info", "leases/"), ("put", "leases/"), ("put", "manifests/"), ("list", "manifests/"), ("info", "condemned/"),
+    ("list", "attempts/"),
+]  # fmt: skip
+
+
+def long_ago(txn: Transaction) -> None:
+    """Its last renewal is longer ago than a heartbeat, so that it renews before it commits."""
+    txn._lease._put_at = float("-inf")
 
 
 @pytest.mark.parametrize("grace", [EXPIRY, 0.0])
@@ -240,6 +254,8 @@ def test_gc_at_every_step_of_a_commit(
     """P4: gc at any step of a commit, even without grace: the commit is refused, or it is whole."""
     between = Interfering(store)
     txn = writing(between)
+    if step[1] == "leases/":
+        long_ago(txn)
     if silent:
         clock.go(EXPIRY + 1)
     else:
@@ -274,6 +290,8 @@ def test_pause_of_hours_at_every_step_of_a_commit(
     """P4: a writer that stands still for hours while others collect commits what is whole, or nothing."""
     between = Interfering(store)
     txn = writing(between)
+    if step[1] == "leases/":
+        long_ago(txn)
 
     def hours() -> None:
         clock.go(10 * EXPIRY)
@@ -305,13 +323,15 @@ def test_lapsed_lease_with_intact_objects_commits(store: MemoryStore, clock: Clo
     commit_is_whole(store, txn, 3)
 
 
-@pytest.mark.parametrize("what", ["chunk", "record", "base"])
+@pytest.mark.parametrize("what", ["chunk", "record", "base", "damaged base"])
 def test_lapsed_lease_with_missing_objects_does_not_commit(store: MemoryStore, clock: Clock, what: str) -> None:
     """P4: a save that was silent for too long and lacks any object is refused, and nothing of it is visible."""
     txn = writing(store)
     clock.go(10 * EXPIRY)
     if what == "base":
         store.delete(keys.manifest_key(2, 1))
+    elif what == "damaged base":
+        store.put(keys.manifest_key(2, 1), store.get(keys.manifest_key(2, 1))[:-1])
     else:
         store.delete(next(key for key in own_objects(store, txn) if f"/{what}s/" in key))
     with pytest.raises(TransactionError, match="Save again"):
@@ -327,7 +347,7 @@ def test_a_condemned_attempt_is_not_adopted(store: MemoryStore, clock: Clock) ->
     clock.go(4 * HEARTBEAT)
     store.put(keys.condemned_key(dead._attempt), b"condemned\n")
     txn = writing(store)
-    assert txn._adopted == ()
+    assert txn._claim.adopted == ()
     for key in own_objects(store, dead):
         store.delete(key)
     commit_is_whole(store, txn, 3)
@@ -347,8 +367,8 @@ def test_a_base_that_goes_before_the_lease_is_not_used(store: MemoryStore) -> No
 
     between.interfere = remove
     txn = writing(between)
-    assert txn._base is None
     commit_is_whole(store, txn, 3)
+    assert json.loads(store.get(keys.manifest_key(3, 1)))["attempts"] == [txn._attempt]
 
 
 def test_an_abandoned_attempt_is_adopted_at_once(store: MemoryStore) -> None:
@@ -370,6 +390,7 @@ def test_a_damaged_attempt_is_not_adopted(store: MemoryStore, clock: Clock, epoc
     replace = epoch == 2
     dying = CrashStore(store, 10**9)
     txn = writing(dying, epoch, seed=7, replace=replace)
+    long_ago(txn)
     with pytest.raises(SimulatedCrash):
         for at in range(dying.mutations + 1, dying.mutations + 10):
             dying._at = at + 2  # the lease and the manifest go through, the clean-up does not
@@ -394,7 +415,7 @@ def test_a_living_attempt_is_not_adopted(store: MemoryStore, clock: Clock) -> No
     first = writing(store)
     clock.go(2 * HEARTBEAT)
     second = writing(store)
-    assert second._adopted == ()
+    assert second._claim.adopted == ()
     second.commit()
     with pytest.raises(EpochExistsError):
         first.commit()
