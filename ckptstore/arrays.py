@@ -16,7 +16,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ import numpy as np
 from ckptstore import dtypes
 from ckptstore.dtypes import dtype_size, plane_size
 from ckptstore.errors import FormatError, InvalidArgumentError, InvalidRecordError
+from ckptstore.refusals import numpy_refusal, torch_refusal
 
 __all__ = [
     "ArraySource",
@@ -50,6 +51,7 @@ class ArraySpec:
     kind: str
     dtype: str
     shape: tuple[int, ...]
+    nbytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -67,10 +69,7 @@ class ArraySpec:
             raise FormatError(f"unknown kind of array {str(self.kind)[:80]!r}: written by a newer version, or damaged")
         if self.kind in ("bytes", "bytearray") and (self.dtype != "uint8" or len(shape) != 1):
             raise FormatError(f"{self.kind} must be a row of uint8, not {self.dtype} of shape {shape}")
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_size(self.dtype)
+        object.__setattr__(self, "nbytes", math.prod(shape) * dtype_size(self.dtype))
 
 
 # States have many arrays of few shapes, and fewer objects are less work for the garbage collector.
@@ -116,6 +115,10 @@ class ArraySource(ABC):
         return self._read(start, stop) if start < stop else memoryview(b"")
 
     @abstractmethod
+    def unchanged(self) -> bool:
+        """Whether shape and element type are still those of :attr:`spec`."""
+
+    @abstractmethod
     def _read(self, start: int, stop: int) -> memoryview: ...
 
 
@@ -127,6 +130,9 @@ class _BytesSource(ArraySource):
         self.spec = _spec(type(value).__name__, "uint8", (len(value),))
         self.identity = ("object", id(value))
 
+    def unchanged(self) -> bool:
+        return len(self.value) == self.spec.shape[0]
+
     def _read(self, start: int, stop: int) -> memoryview:
         return memoryview(self.value)[start:stop]
 
@@ -137,7 +143,7 @@ class _NumpySource(ArraySource):
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         name = dtypes.numpy_name(array.dtype)
         if name is None:
-            raise InvalidRecordError(_numpy_refusal(array.dtype))
+            raise InvalidRecordError(numpy_refusal(array.dtype))
         self.array = array
         self.spec = _spec("numpy", name, array.shape)
         if array.nbytes:
@@ -146,6 +152,9 @@ class _NumpySource(ArraySource):
         else:
             # Empty arrays have no memory of their own, so only the very same object is an alias.
             self.identity = ("object", id(array))
+
+    def unchanged(self) -> bool:
+        return self.array.shape == self.spec.shape and dtypes.numpy_name(self.array.dtype) == self.spec.dtype
 
     def _read(self, start: int, stop: int) -> memoryview:
         array = self.array
@@ -161,7 +170,7 @@ class _TorchSource(ArraySource):
     __slots__ = ("tensor", "torch")
 
     def __init__(self, torch: Any, tensor: Any) -> None:
-        reason = _torch_refusal(torch, tensor)
+        reason = torch_refusal(torch, tensor)
         if reason is not None:
             raise InvalidRecordError(reason)
         self.torch = torch
@@ -175,6 +184,10 @@ class _TorchSource(ArraySource):
             self.identity = ("torch", self.spec.dtype, shape, steps, *place, tensor.is_conj(), tensor.is_neg())
         else:
             self.identity = ("object", id(tensor))
+
+    def unchanged(self) -> bool:
+        same_type = dtypes.torch_name(self.tensor.dtype) == self.spec.dtype
+        return same_type and tuple(self.tensor.shape) == self.spec.shape
 
     def _read(self, start: int, stop: int) -> memoryview:
         tensor = self.tensor.detach()
@@ -296,7 +309,7 @@ def mismatch(spec: ArraySpec, target: object) -> str | None:
         if torch is None or not isinstance(target, torch.Tensor):
             return "it is not an array"
         tensor: Any = target
-        reason, name = _torch_refusal(torch, tensor), dtypes.torch_name(tensor.dtype)
+        reason, name = torch_refusal(torch, tensor), dtypes.torch_name(tensor.dtype)
         strides = () if reason else tensor.stride()
     if reason is not None or name is None:
         return reason
@@ -313,38 +326,8 @@ def _numpy_target(target: np.ndarray[Any, Any]) -> tuple[str | None, str | None]
     if type(target) is not np.ndarray:
         return f"{type(target).__name__} is a subclass of numpy.ndarray: pass numpy.asarray() of it", name
     if name is None:
-        return _numpy_refusal(target.dtype), name
+        return numpy_refusal(target.dtype), name
     return (None if target.flags.writeable else "it is read-only"), name
-
-
-def _numpy_refusal(dtype: np.dtype[Any]) -> str:
-    if dtype.hasobject or dtype.kind == "T":
-        return f"a NumPy array of {dtype} holds Python objects, not plain elements"
-    if dtype.names is not None:
-        return "a structured NumPy array is not supported: store each field under its own key"
-    if dtype.kind in "fc":
-        return f"elements of type {dtype} differ between machines: convert them to float64 or complex128"
-    return f"NumPy arrays of {dtype} have no portable form"
-
-
-def _torch_refusal(torch: Any, tensor: Any) -> str | None:
-    cls = type(tensor)
-    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
-        return f"{cls.__module__}.{cls.__qualname__} is a subclass of torch.Tensor: store the plain tensors inside it"
-    if tensor.is_quantized:
-        return f"a quantized tensor ({tensor.dtype}) is not supported: store int_repr(), scale and zero point"
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        return f"a tensor of layout {layout} is not supported: store its values and indices, or to_dense()"
-    if tensor.device.type == "meta":
-        return "a tensor on the meta device has no values"
-    if dtypes.torch_name(tensor.dtype) is None:
-        return f"elements of type {tensor.dtype} have no portable form: store a view(torch.uint8)"
-    try:
-        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
-    except RuntimeError as error:  # NotImplementedError included: functorch wrappers and the like
-        return f"a tensor without memory of its own: {str(error).splitlines()[0]}"
-    return "the memory of the tensor was freed (its storage is empty)" if freed else None
 
 
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore import garbage
 from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.errors import (
@@ -181,7 +182,8 @@ class Checkpoint:
             into = dict.fromkeys(names)
         if not isinstance(into, dict) or sorted(into) != sorted(names):
             raise InvalidArgumentError(f"into must be a dict with the records {names}", epoch=self.epoch)
-        plans = (self._plan(entry, paths, into[entry.name]) for entry in entries)
+        with garbage.paused():
+            plans = [self._plan(entry, paths, into[entry.name]) for entry in entries]
         return [plan for plan in plans if plan is not None]
 
     def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
@@ -257,13 +259,16 @@ class _Load:
     def run(self, catalog: Catalog, meter: Meter) -> Any:
         specs = self._specs
         if self._into is None:
-            fresh = {number: Destination.allocate(specs[number]) for number in self._numbers}
+            with garbage.paused():
+                fresh = {number: Destination.allocate(specs[number]) for number in self._numbers}
             load_arrays(catalog.store, self.index, fresh, meter=meter)
-            return unflatten(self._skeleton, lambda number: fresh[number].finish())
+            with garbage.paused():
+                return unflatten(self._skeleton, lambda number: fresh[number].finish())
         places: dict[int, list[Destination]] = {}
-        for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
-            found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
-            places[number] = found or [Destination.allocate(specs[number])]
+        with garbage.paused():
+            for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
+                found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
+                places[number] = found or [Destination.allocate(specs[number])]
         _refuse_overlap(destination.buffer for found in places.values() for destination in found)
         first = {number: found[0] for number, found in places.items()}
         load_arrays(catalog.store, self.index, first, meter=meter, visible=True)

@@ -7,8 +7,9 @@ while a single array can still be read, and reused, without reading megabytes of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 CHUNK_SIZE = 32 * 1024 * 1024
 SMALL = 1024 * 1024
@@ -18,8 +19,7 @@ PACK_SIZE = 8 * 1024 * 1024
 DIGEST_FROM = 16 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes ``[start, stop)`` of array number ``array``."""
 
     array: int
@@ -33,10 +33,7 @@ class ChunkPlan:
 
     item_size: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.pieces)
+    nbytes: int
 
 
 class Packer:
@@ -53,28 +50,26 @@ class Packer:
         """Whether an array of that size shares its chunk with others."""
         return nbytes < self._small
 
-    def add(self, array: int, nbytes: int, item_size: int, align: int) -> Iterator[ChunkPlan]:
+    def add(self, array: int, nbytes: int, item_size: int, align: int) -> list[ChunkPlan]:
         """Plans that are complete now that array number ``array`` has been added.
 
         ``align`` is the size of one element: no chunk border falls inside an element.
         """
+        if nbytes >= self._small:
+            step = max(self._chunk_size - self._chunk_size % align, align)
+            borders = [*range(0, nbytes, step), nbytes]
+            return [ChunkPlan(item_size, (Piece(array, a, b),), b - a) for a, b in pairwise(borders)]
         if nbytes == 0:
-            return
-        if self.is_small(nbytes):
-            if self._fill.get(item_size, 0) + nbytes > self._pack_size:
-                yield self._close(item_size)
-            self._open.setdefault(item_size, []).append(Piece(array, 0, nbytes))
-            self._fill[item_size] = self._fill.get(item_size, 0) + nbytes
-            return
-        step = max(self._chunk_size - self._chunk_size % align, align)
-        for start in range(0, nbytes, step):
-            yield ChunkPlan(item_size, (Piece(array, start, min(start + step, nbytes)),))
+            return []
+        fill = self._fill.get(item_size, 0) + nbytes
+        done = [self._close(item_size)] if fill > self._pack_size else []
+        self._open.setdefault(item_size, []).append(Piece(array, 0, nbytes))
+        self._fill[item_size] = nbytes if done else fill
+        return done
 
-    def finish(self) -> Iterator[ChunkPlan]:
+    def finish(self) -> list[ChunkPlan]:
         """The plans of the small arrays still held."""
-        for item_size in sorted(self._open):
-            yield self._close(item_size)
+        return [self._close(item_size) for item_size in sorted(self._open)]
 
     def _close(self, item_size: int) -> ChunkPlan:
-        self._fill.pop(item_size)
-        return ChunkPlan(item_size, tuple(self._open.pop(item_size)))
+        return ChunkPlan(item_size, tuple(self._open.pop(item_size)), self._fill.pop(item_size))

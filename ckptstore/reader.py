@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptstore import keys
+from ckptstore import garbage, keys
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, ObjectNotFoundError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
@@ -100,7 +100,7 @@ def load_arrays(
                 _copy(view, raw[offset : offset + len(view)])
         meter.add(sum(len(view) for view, _ in places))
 
-    read_chunks(store, [chunk for chunk in index.chunks if chunk.key in wanted], use)
+    read_chunks(store, [chunk for chunk in index.chunks if wanted[chunk.key]], use)
 
 
 def read_chunks(
@@ -144,12 +144,14 @@ def read_chunks(
 def _scatter(index: RecordIndex, targets: Mapping[int, Target]) -> dict[str, list[tuple[memoryview, int]]]:
     """For the key of each chunk needed: the destination views it fills and their offsets in its raw bytes."""
     wanted: dict[str, list[tuple[memoryview, int]]] = {}
-    for number, target in targets.items():
-        filled = 0
-        for span in index.arrays[number].spans:
-            view = target.buffer[filled : filled + span.length]
-            wanted.setdefault(index.chunks[span.chunk].key, []).append((view, span.offset))
-            filled += span.length
+    places = [wanted.setdefault(chunk.key, []) for chunk in index.chunks]
+    with garbage.paused():
+        for number, target in targets.items():
+            filled = 0
+            buffer = target.buffer
+            for span in index.arrays[number].spans:
+                places[span.chunk].append((buffer[filled : filled + span.length], span.offset))
+                filled += span.length
     return wanted
 
 

@@ -39,14 +39,16 @@ exactly, except that containers that appear twice come back as two, and names th
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from ckptstore import garbage
 from ckptstore.arrays import ArraySource, is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
 from ckptstore.inplace import fill_into, match_into
@@ -79,6 +81,15 @@ class FlatState:
 
     skeleton: Any
     arrays: list[ArraySource]
+    _seen: list[tuple[Any, Any]] = field(default_factory=list)
+    """What can be changed from outside, and what was in it."""
+
+    def unchanged(self) -> bool:
+        """Whether all containers still hold the very same objects, and all arrays have the same form."""
+        with garbage.paused():
+            return all(_same(live, seen) for live, seen in self._seen) and all(
+                array.unchanged() for array in self.arrays
+            )
 
 
 def flatten(state: object, root: str) -> FlatState:
@@ -87,25 +98,27 @@ def flatten(state: object, root: str) -> FlatState:
     ``InvalidRecordError`` lists the paths of all values that cannot be stored exactly (the first 20 of them).
     """
     flattener = _Flattener()
-    skeleton = flattener.node(state, (None, root))
+    with garbage.paused():
+        skeleton = flattener.node(state, (None, root))
     refused = flattener.refused
     if refused:
         lines = [f"{_path_text(path)}: {reason}" for path, reason in refused[:MAX_LISTED]]
         if len(refused) > MAX_LISTED:
             lines.append(f"... and {len(refused) - MAX_LISTED} more")
         raise InvalidRecordError("the state holds what cannot be stored exactly:\n  " + "\n  ".join(lines))
-    return FlatState(skeleton, flattener.arrays)
+    return FlatState(skeleton, flattener.arrays, flattener.seen)
 
 
 class _Flattener:
     def __init__(self) -> None:
         self.arrays: list[ArraySource] = []
         self.refused: list[tuple[_Path, str]] = []
+        self.seen: list[tuple[Any, Any]] = []
         self._indexes: dict[tuple[object, ...], int] = {}
         self._active: set[int] = set()
         self._containers: dict[type, Callable[[Any, _Path], object]] = {
             dict: lambda value, path: {"dict": self._pairs(value, path)},
-            list: lambda value, path: [self.node(item, (path, i)) for i, item in enumerate(list(value))],
+            list: self._list,
             tuple: lambda value, path: {"tuple": [self.node(item, (path, i)) for i, item in enumerate(value)]},
             OrderedDict: self._ordered,
             defaultdict: self._defaultdict,
@@ -148,8 +161,14 @@ class _Flattener:
         self.refused.append((path, reason))
         return None
 
+    def _list(self, value: list[Any], path: _Path) -> list[object]:
+        items = list(value)
+        self.seen.append((value, items))
+        return [self.node(item, (path, i)) for i, item in enumerate(items)]
+
     def _pairs(self, value: dict[Any, Any], path: _Path) -> list[object]:
         items = list(value.items())
+        self.seen.append((value, items))
         found: list[object] = [[self._key(key, path), self.node(item, (path, key))] for key, item in items]
         if len(value) != len(items):
             self._refuse(path, "changed while it was read: save a copy, or pause whatever changes it")
@@ -164,6 +183,7 @@ class _Flattener:
     def _ordered(self, value: OrderedDict[Any, Any], path: _Path) -> object:
         self._attributes(value, path, {"_metadata"})
         node: dict[str, object] = {"odict": self._pairs(value, path)}
+        self.seen.append((vars(value), list(vars(value).items())))
         if "_metadata" in vars(value):
             node["metadata"] = self.node(vars(value)["_metadata"], (path, "_metadata"))
         return node
@@ -185,12 +205,14 @@ class _Flattener:
         return {"defaultdict": [factory, self._pairs(value, path)]}
 
     def _set(self, value: set[Any] | frozenset[Any], path: _Path) -> object:
+        self.seen.append((value, frozenset(value)))
         # Order of iteration depends on the process, the text of the nodes does not.
         return {type(value).__name__: sorted([self._key(item, path) for item in value], key=repr)}
 
     def _bytes(self, value: bytes | bytearray, path: _Path) -> object:
         if len(value) > MAX_INLINE:
             return self._array(value, path)
+        self.seen.append((value, bytes(value)))
         return {type(value).__name__: encode_bytes(value)["bytes"]}
 
     def _array(self, value: object, path: _Path) -> object:
@@ -212,6 +234,16 @@ class _Flattener:
             except InvalidRecordError as error:
                 return self._refuse(path, str(error))
         return self._refuse(path, _refusal(value))
+
+
+def _same(live: Any, seen: Any) -> bool:
+    if type(seen) is not list:
+        return bool(live == seen)
+    if len(live) != len(seen):
+        return False
+    if type(live) is list:
+        return all(map(operator.is_, live, seen))
+    return all(k is key and v is value for (k, v), (key, value) in zip(list(live.items()), seen, strict=False))
 
 
 def _refusal(value: object) -> str:

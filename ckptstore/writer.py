@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckptstore import garbage
 from ckptstore.arrays import ArraySpec
 from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
 from ckptstore.codecs import encode_into, room_for
@@ -182,21 +183,25 @@ class RecordWriter:
             self.referenced.update((chunk.key, chunk) for chunk in index.chunks)
         return entry
 
-    def _plans(self, sources: list[Any], layout: _Layout) -> Iterator[ChunkPlan]:
+    def _plans(self, sources: list[Any], layout: _Layout) -> list[ChunkPlan]:
         packer = Packer(self._chunk_size)
-        for number, source in enumerate(sources):
-            nbytes = source.nbytes
-            layout.nbytes += nbytes
-            if self._known.has_arrays and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
-                digest = digest_of(source.read(0, nbytes))
-                places = self._known.find_array(digest, nbytes)
-                if places is not None:
-                    layout.reuse(number, digest, places)
-                    self._count(nbytes, reused=True)
-                    continue
-            yield from packer.add(number, nbytes, source.item_size, source.align)
-        yield from packer.finish()
+        plans: list[ChunkPlan] = []
+        look = self._known.has_arrays
+        with garbage.paused():
+            for number, source in enumerate(sources):
+                nbytes = source.nbytes
+                layout.nbytes += nbytes
+                if look and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
+                    digest = digest_of(source.read(0, nbytes))
+                    places = self._known.find_array(digest, nbytes)
+                    if places is not None:
+                        layout.reuse(number, digest, places)
+                        self._count(nbytes, reused=True)
+                        continue
+                plans += packer.add(number, nbytes, source.item_size, source.align)
+            plans += packer.finish()
         self.tally.bytes_state += layout.nbytes
+        return plans
 
     def _prepare(self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None) -> _Prepared:
         """Stage 1, on a core: read the bytes once, into a frame, with their digest, unless the content is known."""
@@ -291,19 +296,12 @@ class _Layout:
     def __init__(self, sources: list[Any]) -> None:
         self._sources = sources
         self.nbytes = 0
-        self._runs: list[list[tuple[int, int, int]]] = [[] for _ in sources]  # chunk number, offset, length
-        self._chunks: list[Future[Any] | ChunkRef] = []
-        self._numbers: dict[str, int] = {}  # key of a reused chunk → its number
+        self._placed: list[tuple[ChunkPlan, Future[Any]]] = []
+        self._reused: list[tuple[int, tuple[Place, ...]]] = []
         self.digests: dict[int, str] = {}
 
     def place(self, plan: ChunkPlan, job: Future[Any]) -> None:
-        number = len(self._chunks)
-        self._chunks.append(job)
-        offset = 0
-        for piece in plan.pieces:
-            length = piece.stop - piece.start
-            self._runs[piece.array].append((number, offset, length))
-            offset += length
+        self._placed.append((plan, job))
 
     def note_digests(self, plan: ChunkPlan, raw: bytes) -> None:
         """Digests of arrays that share this chunk, of the very bytes that are stored.
@@ -321,24 +319,31 @@ class _Layout:
 
     def reuse(self, array: int, digest: str, places: tuple[Place, ...]) -> None:
         self.digests[array] = digest
-        for chunk, offset, length in places:
-            number = self._numbers.get(chunk.key)
-            if number is None:
-                number = self._numbers[chunk.key] = len(self._chunks)
-                self._chunks.append(chunk)
-            self._runs[array].append((number, offset, length))
+        self._reused.append((array, places))
 
     def index(self, name: str, kind: str, skeleton: Any) -> RecordIndex:
         """The record index; every job has a result by now."""
-        refs = [_settled(chunk) for chunk in self._chunks]
-        unique = {ref.key: ref for ref in refs}
-        renumber = {key: number for number, key in enumerate(unique)}
-        arrays = []
-        for number, source in enumerate(self._sources):
-            spans = tuple(Span(renumber[refs[c].key], offset, length) for c, offset, length in self._runs[number])
-            spec = source.spec
-            arrays.append(ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, self.digests.get(number, "")))
-        return RecordIndex(name=name, kind=kind, skeleton=skeleton, arrays=tuple(arrays), chunks=tuple(unique.values()))
+        with garbage.paused():
+            chunks: dict[str, tuple[int, ChunkRef]] = {}
+            spans: list[tuple[Span, ...]] = [()] * len(self._sources)
+            for array, places in self._reused:
+                spans[array] = tuple(Span(_number(chunks, ref), offset, length) for ref, offset, length in places)
+            for plan, job in self._placed:
+                number = _number(chunks, _settled(job))
+                offset = 0
+                for array, start, stop in plan.pieces:
+                    spans[array] += (Span(number, offset, stop - start),)
+                    offset += stop - start
+            arrays = tuple(
+                ArrayEntry(source.spec.kind, source.spec.dtype, source.spec.shape, where, self.digests.get(number, ""))
+                for number, (source, where) in enumerate(zip(self._sources, spans, strict=True))
+            )
+            refs = tuple(ref for _, ref in chunks.values())
+            return RecordIndex(name=name, kind=kind, skeleton=skeleton, arrays=arrays, chunks=refs)
+
+
+def _number(chunks: dict[str, tuple[int, ChunkRef]], ref: ChunkRef) -> int:
+    return chunks.setdefault(ref.key, (len(chunks), ref))[0]
 
 
 def _settled(chunk: Any) -> ChunkRef:

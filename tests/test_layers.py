@@ -14,7 +14,10 @@ PACKAGE = Path(__file__).parents[1] / "ckptstore"
 ROOF = 4
 ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by nobody
 FLOORS: dict[float, set[str]] = {
-    0: {"errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "tree", "chunks", "files", "planes"},
+    0: {
+        "errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "refusals", "tree", "chunks", "files",
+        "garbage", "planes",
+    },
     1: {"codecs", "pace", "pipeline", "stores"},
     2: {"known", "writer", "reader"},
     3: {
