@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ENOUGH = 64 * 1024 * 1024
+ENOUGH = 256 * 1024 * 1024
 """Bytes that must have gone through both before anything is decided."""
 # The codec must lose clearly: compressed checkpoints are smaller too, and two saves should not decide differently.
-_CLEARLY = 1.25
+_CLEARLY = 1.5
 
 
 class _Rate:

@@ -37,6 +37,7 @@ from ckptstore.manifest import (
     encode_marker,
     writer_version,
 )
+from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.retention import GcReport, Policy, PruneReport
 from ckptstore.stores import Store, probe_conditional_put
@@ -72,6 +73,7 @@ class Repository:
         self._chunk_size = check_chunk_size(chunk_size)
         self._codec = check_codec(codec)
         self._catalog = Catalog(store)
+        self._pace = Pace()
         self._resumed: set[int] = set()
         self._has_saved = False
         self._may_write = False
@@ -155,7 +157,7 @@ class Repository:
         if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
             self._require_marker(restore=True)
         self._prepare_to_write()
-        plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id)
+        plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id, pace=self._pace)
         return Transaction(self._catalog, plan, commits, self._committed, Meter(progress, total))
 
     # ---- reading -------------------------------------------------------------------------------------------

@@ -487,6 +487,53 @@ def test_unchanged_arrays_are_not_sent(store: Store) -> None:
     assert open_repo(store).verify().ok
 
 
+def test_requests_of_a_save(store: Store) -> None:
+    """A save in a run costs its chunks, its indexes and eight small requests, however many epochs there are."""
+    log = OpLog()
+    repo = open_repo(TraceStore(store, log))
+    for epoch in range(4):
+        log.clear()
+        report = repo.save(epoch, {name: np.frombuffer(bits(300_000, epoch), np.float32) for name in "ab"}).report
+        assert report is not None
+    assert log.count() == report.chunks_sent + 2 + 8
+
+
+def test_a_damaged_base_costs_only_what_is_damaged(store: Store) -> None:
+    """P3: a chunk of the base that is gone or cut is sent again; the others are reused, and the epoch is whole."""
+    state = {name: np.frombuffer(bits(1_200_000, seed), np.float32) for seed, name in enumerate("abc")}
+    open_repo(store).save(1, {"m": state})
+    gone, cut, *_ = sorted(info.key for info in store.list("attempts/") if "/chunks/" in info.key)
+    store.delete(gone)
+    store.put(cut, store.get(cut)[:-1])
+    report = open_repo(store).save(2, {"m": state}).report
+    assert report is not None
+    assert report.chunks_sent == 2
+    assert report.chunks_reused > 50
+    assert open_repo(store).verify(2).ok
+    assert_same(open_repo(store).checkpoint(2).load("m"), state)
+
+
+@pytest.mark.parametrize(("codec", "smaller"), [("auto", False), ("max", True)])
+def test_auto_stops_compressing_for_a_fast_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch, codec: str, smaller: bool
+) -> None:
+    """Where the store is known to be faster than the codec, ``auto`` stores plain bytes; ``max`` does as it is told."""
+    monkeypatch.setattr("ckptstore.pace.Pace.compress", False)
+    state = {"w": np.arange(1_000_000, dtype=np.float32)}
+    checkpoint = open_repo(store, codec=codec).save(1, {"m": state})
+    assert checkpoint.report is not None
+    assert (checkpoint.report.bytes_sent < 3_900_000) is smaller
+    assert_same(checkpoint.load("m"), state)
+
+
+def test_report_says_where_the_time_went(store: Store) -> None:
+    """A save's report has the seconds of each stage."""
+    report = open_repo(store).save(1, {"m": {"w": np.arange(1e6)}}).report
+    assert report is not None
+    assert report.seconds.keys() == {"begin", "write", "commit", "encode", "put"}
+    assert all(seconds > 0 for seconds in report.seconds.values())
+
+
 def test_reuse_survives_delete_of_the_base(store: Store) -> None:
     """P5: an epoch that reuses chunks of another stays whole when the other is deleted, and gc keeps what it needs."""
     repo = open_repo(store)
