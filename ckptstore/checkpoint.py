@@ -215,8 +215,8 @@ class Checkpoint:
             places.setdefault(index.chunks[span.chunk].key, []).append((span, at))
             at += span.length
 
-        def use(chunk: ChunkRef, frame: memoryview) -> None:
-            raw = read_chunk(store, chunk, frame)
+        def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
+            raw = read_chunk(store, chunk, frame, None, room)
             for span, start in places[chunk.key]:
                 part = raw[span.offset : span.offset + span.length]
                 done = 0

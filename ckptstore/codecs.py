@@ -139,9 +139,14 @@ def encode_into(
 
 
 def decode(
-    frame: Bytes, out: memoryview | None, raw_length: int, key: str, seen: Callable[[memoryview], object] | None = None
+    frame: Bytes,
+    out: memoryview | None,
+    raw_length: int,
+    key: str,
+    seen: Callable[[memoryview], object] | None = None,
+    room: memoryview | None = None,
 ) -> memoryview:
-    """The raw bytes of ``frame``, written into ``out``. Without one: in fresh memory, or where they lie in the frame.
+    """The raw bytes of ``frame``, written into ``out``. Without one: where they lie in the frame, else in ``room``.
 
     Everything but the value of the bytes is checked: the caller compares their digest before using them. After an
     error the content of ``out`` is undefined.
@@ -151,6 +156,7 @@ def decode(
         raw_length: what the index says; never trusted from the frame alone.
         key: names the object in errors.
         seen: shown the bytes, block by block and in order, while they are in the cache.
+        room: at least ``raw_length`` writable bytes; without it, fresh memory is taken.
 
     Raises:
         CorruptionError: the frame is damaged, cut, extended, or one of other data.
@@ -172,12 +178,14 @@ def decode(
         if seen is not None:
             seen(body)
         return body
-    target = np.empty(raw_length, np.uint8) if out is None else np.frombuffer(out, np.uint8)
+    if out is None:
+        out = np.empty(raw_length, np.uint8).data if room is None else room[:raw_length]
+    target = np.frombuffer(out, np.uint8)
     if header.codec == _RAW:
         merge([np.frombuffer(body, np.uint8)], target, seen)
     else:
         _decode_planes(body, target, header.item_size, key, seen)
-    return target.data if out is None else out
+    return out
 
 
 def raw_length_of(frame_header: Bytes, key: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 WINDOW = 128 * 1024 * 1024
+KEPT = WINDOW // 2
 _SMALLEST_ROOM = 64 * 1024
 
 Progress = Callable[[int, int], None]
@@ -46,31 +47,35 @@ class Meter:
 
 
 class Rooms:
-    """Memory for frames that is used again: the first touch of a page costs more than what is written into it.
+    """Memory that is used again: the first touch of a page costs more than what is written into it. Thread-safe."""
 
-    Thread-safe. Never holds more than what was in use at one time.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, keep: int = KEPT) -> None:
+        """At most ``keep`` bytes are held for later."""
         self._lock = threading.Lock()
-        self._kept: list[memoryview] = []
+        self._keep = keep
+        self._free: dict[int, list[memoryview]] = {}
+        self._held = 0
 
     def take(self, nbytes: int) -> memoryview:
         """Writable room of at least ``nbytes`` bytes, with any content."""
-        size = max(1 << (nbytes - 1).bit_length(), _SMALLEST_ROOM)
+        # Sizes in steps of a sixteenth, so that chunks of about one size share rooms.
+        step = max(1 << max(nbytes - 1, 0).bit_length() >> 4, _SMALLEST_ROOM)
+        size = max(-(-nbytes // step), 1) * step
         with self._lock:
-            if self._kept and len(self._kept[-1]) == size:
-                return self._kept.pop()
-            # Sizes come in runs. What is left of another one would only add up.
-            self._kept.clear()
+            if self._free.get(size):
+                self._held -= size
+                return self._free[size].pop()
         return np.empty(size, np.uint8).data  # pages that nobody touches take no memory
 
     def give(self, room: memoryview) -> None:
         """Give back what ``take`` gave."""
         with self._lock:
-            if self._kept and len(self._kept[-1]) != len(room):
-                self._kept.clear()
-            self._kept.append(room)
+            if self._held + len(room) > self._keep:
+                self._free.clear()  # sizes come in runs: what is left of another one would only add up
+                self._held = 0
+            if len(room) <= self._keep:
+                self._free.setdefault(len(room), []).append(room)
+                self._held += len(room)
 
 
 class Pipeline:

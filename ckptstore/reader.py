@@ -14,7 +14,7 @@ from ckptstore import garbage, keys
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, ObjectNotFoundError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
-from ckptstore.pipeline import Meter, Pipeline, Rooms
+from ckptstore.pipeline import Meter, Pipeline, Rooms, cores
 from ckptstore.stores.base import Store
 
 
@@ -60,24 +60,32 @@ def read_index(store: Store, entry: RecordEntry) -> RecordIndex:
     return decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry)
 
 
-def decode_chunk(frame: memoryview, chunk: ChunkRef, out: memoryview | None = None) -> memoryview:
-    """The verified raw bytes of a chunk, in ``out`` where given, else possibly in ``frame``.
+def decode_chunk(
+    frame: memoryview, chunk: ChunkRef, out: memoryview | None = None, room: memoryview | None = None
+) -> memoryview:
+    """The verified raw bytes of a chunk, in ``out`` where given, else in ``frame``, ``room`` or fresh memory.
 
     CorruptionError names the object.
     """
     seen = hasher()
-    raw = decode(frame, out, chunk.raw_length, chunk.key, seen.update)
+    raw = decode(frame, out, chunk.raw_length, chunk.key, seen.update, room)
     if seen.hexdigest() != chunk.digest:
         raise CorruptionError(f"{chunk.key} is damaged: its content does not match its digest", key=chunk.key)
     return raw
 
 
-def read_chunk(store: Store, chunk: ChunkRef, frame: memoryview, out: memoryview | None = None) -> memoryview:
+def read_chunk(
+    store: Store,
+    chunk: ChunkRef,
+    frame: memoryview,
+    out: memoryview | None = None,
+    room: memoryview | None = None,
+) -> memoryview:
     """Decode ``frame``; if that fails, fetch it once more, because a wrong byte may have come from the way."""
     try:
-        return decode_chunk(frame, chunk, out)
+        return decode_chunk(frame, chunk, out, room)
     except CorruptionError:
-        return decode_chunk(fetch_chunk(store, chunk), chunk, out)
+        return decode_chunk(fetch_chunk(store, chunk), chunk, out, room)
 
 
 def load_arrays(
@@ -91,10 +99,10 @@ def load_arrays(
     """
     wanted = _scatter(index, targets)
 
-    def use(chunk: ChunkRef, frame: memoryview) -> None:
+    def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
         places = wanted[chunk.key]
         whole = len(places) == 1 and len(places[0][0]) == chunk.raw_length and not visible
-        raw = read_chunk(store, chunk, frame, places[0][0] if whole else None)
+        raw = read_chunk(store, chunk, frame, places[0][0] if whole else None, room)
         if not whole:
             for view, offset in places:
                 _copy(view, raw[offset : offset + len(view)])
@@ -106,38 +114,30 @@ def load_arrays(
 def read_chunks(
     store: Store,
     chunks: Iterable[ChunkRef],
-    use: Callable[[ChunkRef, memoryview], object],
+    use: Callable[[ChunkRef, memoryview, memoryview], object],
     damaged: Callable[[ChunkRef, CorruptionError], object] | None = None,
 ) -> None:
-    """Fetch chunks side by side and give each frame to ``use``, on a core; it is good until that returns.
+    """Fetch chunks side by side and give each frame to ``use``, with room to decode it; both are good until it returns.
 
-    With ``damaged``, that is told of a CorruptionError, and the others go on.
+    A chunk stays on the thread that fetched it, so that it is decoded while it is in the cache. With ``damaged``, that
+    is told of a CorruptionError, and the others go on.
     """
     rooms = Rooms()
 
-    def get(chunk: ChunkRef, _: None) -> tuple[memoryview | CorruptionError, memoryview]:
-        room = rooms.take(chunk.stored_length + 1)
+    def work(chunk: ChunkRef, _: None) -> None:
+        room, aside = rooms.take(chunk.stored_length + 1), rooms.take(chunk.raw_length)
         try:
-            return fetch_chunk(store, chunk, room), room
-        except CorruptionError as error:
-            return error, room
-
-    def work(got: tuple[memoryview | CorruptionError, memoryview], chunk: ChunkRef) -> None:
-        frame, room = got
-        try:
-            if isinstance(frame, CorruptionError):
-                raise frame
-            use(chunk, frame)
+            use(chunk, fetch_chunk(store, chunk, room), aside)
         except CorruptionError as error:
             if damaged is None:
                 raise
             damaged(chunk, error)
         rooms.give(room)
+        rooms.give(aside)
 
-    with Pipeline(store.traits.concurrency) as pipeline:
+    with Pipeline(max(store.traits.concurrency, cores())) as pipeline:
         for chunk in chunks:
-            stages = (pipeline.io, partial(get, chunk)), (pipeline.cpu, partial(work, chunk=chunk))
-            pipeline.submit(chunk.raw_length, *stages)
+            pipeline.submit(chunk.raw_length, (pipeline.io, partial(work, chunk)))
         pipeline.finish()
 
 
@@ -179,8 +179,8 @@ def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> li
     """Chunks whose bytes are wrong: every byte is read and checked."""
     problems: list[Problem] = []
 
-    def check(chunk: ChunkRef, frame: memoryview) -> None:
-        read_chunk(store, chunk, frame)
+    def check(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
+        read_chunk(store, chunk, frame, None, room)
         meter.add(chunk.raw_length)
 
     def damaged(chunk: ChunkRef, error: CorruptionError) -> None:

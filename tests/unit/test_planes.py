@@ -66,14 +66,19 @@ def test_rooms_are_used_again() -> None:
     assert rooms.take(90_000) is first
 
 
-def test_rooms_of_another_size_are_let_go() -> None:
-    """What is kept never adds up over sizes."""
-    rooms = Rooms()
-    for nbytes in (1 << 20, 1 << 21, 1 << 22):
-        for room in [rooms.take(nbytes) for _ in range(3)]:
+@pytest.mark.parametrize("nbytes", [0, 1, 65_536, 65_537, 1 << 20, (1 << 25) + 104])
+def test_rooms_are_large_enough(nbytes: int) -> None:
+    """A room has the bytes that were asked for, and hardly more."""
+    assert nbytes <= len(Rooms().take(nbytes)) <= 1.15 * nbytes + 65_536
+
+
+def test_rooms_hold_no_more_than_they_may() -> None:
+    """P6: what is kept for later never adds up, whatever the sizes."""
+    rooms = Rooms(keep=10 << 20)
+    for nbytes in (1 << 20, 3 << 20, 11 << 20, 5 << 20):
+        for room in [rooms.take(nbytes) for _ in range(6)]:
             rooms.give(room)
-        assert {len(room) for room in rooms._kept} == {nbytes}
-    assert len(rooms._kept) == 3
+            assert rooms._held == sum(len(room) for kept in rooms._free.values() for room in kept) <= 10 << 20
 
 
 def pace_of(monkeypatch: pytest.MonkeyPatch, codec_seconds: float, store_seconds: float, nbytes: int) -> Pace:
