@@ -25,6 +25,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
     codec: str = "auto",
     concurrency: int | None = None,
     on_event: Callable[[StoreEvent], None] | None = None,
+    transport: str | None = None,
 ) -> Repository:
     """Open a repository, and make it if it does not exist (and ``create``).
 
@@ -40,6 +41,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
         codec: "auto" (per byte plane, by a sample), "raw" or "max".
         concurrency: requests at once; default by kind of store.
         on_event: called with a ``StoreEvent`` after each request, from worker threads.
+        transport: "fsspec" (s3fs, gcsfs) or "obstore" (S3 only, ``pip install 'ckptstore[fast]'``); by default
+            obstore where it is installed and would follow every one of ``storage_options``.
 
     Raises:
         InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
@@ -57,6 +60,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
         concurrency=concurrency,
         unsafe_single_writer=unsafe_single_writer,
         on_event=on_event,
+        transport=transport,
     )
     try:
         return Repository(

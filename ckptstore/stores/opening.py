@@ -37,6 +37,7 @@ def open_store(
     concurrency: int | None = None,
     unsafe_single_writer: bool = False,
     on_event: Callable[[StoreEvent], None] | None = None,
+    transport: str | None = None,
 ) -> Store:
     """The store at ``url``, with a limit on its concurrency and with retries.
 
@@ -48,11 +49,12 @@ def open_store(
         unsafe_single_writer: on s3 and gs, do without conditional puts. Only for servers that lack them, and
             only where one process at a time writes.
         on_event: told of every call, retries included.
+        transport: "fsspec" or "obstore", for s3 and gs; by default the faster one that takes all options.
 
     Raises:
         InvalidArgumentError: the URL or an option makes no sense, or a library for it is not installed.
     """
-    base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer)
+    base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer, transport)
     store: Store = LimitStore(base, base.traits.concurrency if concurrency is None else concurrency)
     if on_event is not None:
         store = TraceStore(store, on_event)
@@ -85,7 +87,9 @@ def probe_conditional_put(store: Store) -> bool:
             store.delete(key)
 
 
-def _base(url: str, options: Mapping[str, Any] | None, concurrency: int | None, single_writer: bool) -> Store:
+def _base(
+    url: str, options: Mapping[str, Any] | None, concurrency: int | None, single_writer: bool, transport: str | None
+) -> Store:
     scheme, rest = _split(url)
     if scheme in _REMOTE:
         bucket, prefix = _bucket_and_prefix(scheme, rest)
@@ -96,7 +100,10 @@ def _base(url: str, options: Mapping[str, Any] | None, concurrency: int | None, 
             storage_options=options,
             concurrency=16 if concurrency is None else concurrency,
             emulate_create=single_writer,
+            transport=transport,
         )
+    if transport is not None:
+        raise InvalidArgumentError("a transport can be chosen for s3:// and gs:// only")
     if options:
         raise InvalidArgumentError("storage_options are for s3:// and gs:// only")
     if scheme == "memory":

@@ -1,4 +1,4 @@
-"""RemoteStore: objects in a bucket of S3, Google Cloud Storage or a compatible server, through fsspec.
+"""RemoteStore: objects in a bucket of S3, Google Cloud Storage or a compatible server, through fsspec or obstore.
 
 Every put is one request with the complete body, so nothing half-written can ever be seen or be left
 behind. Create-only puts are conditional requests. When one is refused because the object exists, the object
@@ -10,6 +10,7 @@ Nothing here tries twice: :class:`~ckptstore.stores.retry.RetryStore` does, and 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -39,8 +40,12 @@ from ckptstore.stores.remote_errors import (
     chain,
     translate,
 )
+from ckptstore.stores.remote_obstore import ObstoreBackend, installed, untranslatable
 
 _BACKENDS: dict[str, type[Backend]] = {"s3": S3Backend, "gs": GCSBackend}
+TRANSPORTS = ("fsspec", "obstore")
+_PREFERRED = "obstore"
+_log = logging.getLogger(__name__)
 _FRESH_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _inherited: list[Any] = []
@@ -62,6 +67,8 @@ class RemoteStore(Store):
         concurrency: how many requests the store is used with at once.
         emulate_create: look, put and read back where the server has no conditional puts. Not safe with two
             writers of one key.
+        transport: "fsspec" or "obstore"; by default obstore for S3 if it is installed and knows all of
+            ``storage_options``.
 
     Raises:
         InvalidArgumentError: the library for the scheme is not installed, or its options make no sense.
@@ -77,10 +84,10 @@ class RemoteStore(Store):
         storage_options: Mapping[str, Any] | None = None,
         concurrency: int = 16,
         emulate_create: bool = False,
+        transport: str | None = None,
     ) -> None:
-        if scheme not in _BACKENDS:
-            raise InvalidArgumentError(f"no remote store for {scheme!r}: use one of {sorted(_BACKENDS)}")
-        self._backend = _BACKENDS[scheme](bucket, storage_options or {}, concurrency)
+        options = storage_options or {}
+        self._backend = _backend(scheme, options, transport)(bucket, options, concurrency)
         self._root = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._url = f"{scheme}://{bucket}/{self._root}".rstrip("/")
         self._place = self._backend.place(self._url)
@@ -111,6 +118,12 @@ class RemoteStore(Store):
                 raise self._taken(key) from error
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return bytes(self._read(key, start, end))
+
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        return memoryview(self._read(key, start, end))  # in the memory of the client: no copy
+
+    def _read(self, key: str, start: int, end: int | None) -> bytes | memoryview:
         check_key(key)
         if start < 0 or (end is not None and end < 0):
             raise InvalidArgumentError(f"range [{start}, {end}) of {key!r}: use offsets from 0", key=key)
@@ -250,15 +263,38 @@ class RemoteStore(Store):
             raise translate(error, "open", None, self._place) from None
 
 
+def _backend(scheme: str, options: Mapping[str, Any], transport: str | None) -> type[Backend]:
+    """Who makes the requests; what a caller insists on and cannot have is an error."""
+    if scheme not in _BACKENDS:
+        raise InvalidArgumentError(f"no remote store for {scheme!r}: use one of {sorted(_BACKENDS)}")
+    if transport not in (None, *TRANSPORTS):
+        raise InvalidArgumentError(f"no transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
+    if (transport or _PREFERRED) == "fsspec":
+        return _BACKENDS[scheme]
+    option = untranslatable(options)
+    if scheme != "s3":
+        reason = f"obstore carries s3:// only: leave transport out for {scheme}://"
+    elif not installed():
+        reason = "obstore is not installed: pip install 'ckptstore[fast]'"
+    elif option:
+        reason = f"obstore would not follow the storage option {option}: leave it or transport='obstore' out"
+    else:
+        return ObstoreBackend
+    if transport:
+        raise InvalidArgumentError(reason)
+    _log.debug("transport fsspec: %s", reason)
+    return _BACKENDS[scheme]
+
+
 def _run(step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, body: Upload | None, stall: float) -> T:
     """Run a request on the library's loop and wait for it; give up when its upload stands still."""
     future = asyncio.run_coroutine_threadsafe(step, loop)
     pause = None if body is None else min(1.0, stall / 4)
     try:
         while not wait([future], timeout=pause).done:
-            idle = time.monotonic() - body.touched if body is not None else 0.0
-            if idle > stall:
-                raise TimeoutError(f"no byte of the upload was taken for {idle:.0f} s")
+            reason = body.overdue(stall) if body is not None else None
+            if reason:
+                raise TimeoutError(reason)
         return future.result()
     except BaseException:
         future.cancel()  # also on Ctrl-C: the server forgets an upload whose connection is dropped

@@ -6,6 +6,8 @@ a multipart upload; the libraries' own retries are off. Errors leave here untran
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import io
 import json
 import os
@@ -13,7 +15,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -45,6 +47,11 @@ class Upload(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self.touched = time.monotonic()
         return super().read(size)
+
+    def overdue(self, stall: float) -> str | None:
+        """Why the upload should be given up, or None; ``stall``: how many seconds it may stand still."""
+        idle = time.monotonic() - self.touched
+        return f"no byte of the upload was taken for {idle:.0f} s" if idle > stall else None
 
 
 class Backend(ABC):
@@ -85,7 +92,7 @@ class Backend(ABC):
         """Put in a single request; with ``create``, on the condition that there is no such object."""
 
     @abstractmethod
-    async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes:
+    async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes | memoryview:
         """The bytes ``[start, end)``, where ``end`` may lie beyond the object."""
 
     @abstractmethod
@@ -106,6 +113,22 @@ class Backend(ABC):
 
     @abstractmethod
     def _open(self) -> Any: ...
+
+
+def check_options(given: Iterable[str], *kinds: type) -> None:
+    """Refuse a mistyped option: some of the libraries ignore what they do not know.
+
+    Raises:
+        InvalidArgumentError: no constructor of ``kinds`` and their bases takes it.
+    """
+    makers = [vars(base)["__init__"] for kind in kinds for base in kind.__mro__[:-1] if "__init__" in vars(base)]
+    known = {name for maker in makers for name in inspect.signature(maker).parameters}
+    known = (known | {*_FORCED, "listings_expiry_time", "max_paths"}) - {"self", "args", "kwargs"}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]!r}?" if near else "see the documentation of s3fs or gcsfs"
+            raise InvalidArgumentError(f"there is no storage option {name!r}: {advice}")
 
 
 class S3Backend(Backend):
@@ -153,16 +176,15 @@ class S3Backend(Backend):
         await self._tune(fs)
         condition = {"IfNoneMatch": "*"} if create else {}
         reply = await self._call(fs, "put_object", Key=name, Body=body, **condition)
-        # A gateway can answer 200 and an error document: only an ETag, or the stored size, proves the put.
-        if not reply.get("ETag") and (await self.info(fs, name)).size != body.size:
-            raise TransientError(f"the store acknowledged {name!r} but does not hold it whole")
+        if not reply.get("ETag"):
+            await self._check_stored(fs, name, body)
 
-    async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes:
+    async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes | memoryview:
         ranged = {} if start == 0 and end is None else {"Range": _range(start, end)}
         reply = await self._call(fs, "get_object", Key=name, **ranged)
         async with reply["Body"] as stream:
             data: bytes = await stream.read()
-        _check_length(data, reply.get("ContentLength"), name)
+        check_length(data, reply.get("ContentLength"), name)
         partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206 or reply.get("ContentRange")
         return data if partial or not ranged else data[start:end]
 
@@ -189,10 +211,17 @@ class S3Backend(Backend):
 
     def _open(self) -> Any:
         import s3fs
+        from aiobotocore.session import AioSession
 
+        check_options(self.options, s3fs.S3FileSystem, AioSession)
         fs = s3fs.S3FileSystem(**self.options)
         fs.retries = 1  # the store above retries, and knows when it must not
         return fs
+
+    async def _check_stored(self, fs: Any, name: str, body: Upload) -> None:
+        """A gateway can answer 200 and an error document: only an ETag, or the stored size, proves a put."""
+        if (await self.info(fs, name)).size != body.size:
+            raise TransientError(f"the store acknowledged {name!r} but does not hold it whole")
 
     async def _call(self, fs: Any, operation: str, **arguments: Any) -> Any:
         return await fs._call_s3(operation, Bucket=self.bucket, **arguments)
@@ -256,7 +285,7 @@ class GCSBackend(Backend):
         ranged = {} if start == 0 and end is None else {"headers": {"Range": _range(start, end)}}
         status, headers, data = await self._request(fs, "GET", "b/{}/o/{}", self.bucket, name, alt="media", **ranged)
         if "Content-Encoding" not in headers:
-            _check_length(data, headers.get("Content-Length"), name)
+            check_length(data, headers.get("Content-Length"), name)
         return data if status == 206 or not ranged else data[start:end]
 
     async def info(self, fs: Any, name: str) -> ObjectInfo:
@@ -282,6 +311,7 @@ class GCSBackend(Backend):
         from aiohttp import ClientTimeout
         from gcsfs.core import GCSFileSystem
 
+        check_options(self.options, GCSFileSystem)
         limits = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
         return GCSFileSystem(**{"requests_timeout": limits, **self.options})
 
@@ -316,6 +346,7 @@ def _range(start: int, end: int | None) -> str:
     return f"bytes={start}-" if end is None else f"bytes={start}-{end - 1}"
 
 
-def _check_length(data: bytes, announced: object, name: str) -> None:
+def check_length(data: bytes | memoryview, announced: object, name: str) -> None:
+    """A body that is shorter than it was said to be is not to be trusted."""
     if announced is not None and len(data) != int(str(announced)):
         raise TransientError(f"the body of {name!r} ended after {len(data)} of {announced} bytes")

@@ -14,17 +14,25 @@ pytestmark = pytest.mark.timeout(300)
 
 class _Remote(StoreSuite):
     bucket: Any
+    transport: str | None = "fsspec"
+    emulate_create = False
 
     def make_store(self) -> Store:
         return RemoteStore(
-            self.bucket.scheme, self.bucket.name, self.bucket.prefix(), storage_options=self.bucket.storage_options
-        )
+            self.bucket.scheme, self.bucket.name, self.bucket.prefix(), storage_options=self.bucket.storage_options,
+            emulate_create=self.emulate_create, transport=self.transport,
+        )  # fmt: skip
 
 
 class TestS3(_Remote):
     @pytest.fixture(autouse=True)
     def _server(self, s3: Any) -> None:
         self.bucket = s3
+
+
+class TestS3ThroughObstore(TestS3):
+    transport = "obstore"
+    many = 30  # listing is the same code
 
 
 class TestGCS(_Remote):
@@ -34,6 +42,7 @@ class TestGCS(_Remote):
 
 
 class TestStackOverS3(TestS3):
+    transport = None  # whichever is preferred
     many = 30  # TestS3 has the long listing
 
     def make_store(self) -> Store:
@@ -44,6 +53,7 @@ class TestWithoutConditions(_Remote):
     """A server that ignores conditions still keeps the rest, for a single writer."""
 
     conditional_put = False
+    emulate_create = True
     many = 30
     # rclone keeps objects as files: it answers 500 where a name is a folder or where a folder goes away, and an object
     # that is being overwritten is missing meanwhile.
@@ -56,8 +66,9 @@ class TestWithoutConditions(_Remote):
         self.bucket = s3_no_conditions
 
     def make_store(self) -> Store:
-        bucket = self.bucket
-        store = RemoteStore(
-            bucket.scheme, bucket.name, bucket.prefix(), storage_options=bucket.storage_options, emulate_create=True
-        )
-        return RetryStore(store, RetryPolicy(attempts=5))  # rclone fails now and then when two puts make one folder
+        # rclone fails now and then when two puts make one folder
+        return RetryStore(super().make_store(), RetryPolicy(attempts=5))
+
+
+class TestWithoutConditionsThroughObstore(TestWithoutConditions):
+    transport = "obstore"

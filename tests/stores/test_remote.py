@@ -27,7 +27,7 @@ from ckptstore.errors import (
     StoreFullError,
     TransientError,
 )
-from ckptstore.stores import RemoteStore, RetryPolicy, RetryStore, Store, probe_conditional_put, remote
+from ckptstore.stores import RemoteStore, RetryPolicy, RetryStore, Store, probe_conditional_put, remote, remote_obstore
 from ckptstore.stores.remote_backends import S3Backend, parse_time
 
 if TYPE_CHECKING:
@@ -51,7 +51,25 @@ VERBS: dict[str, Callable[[Store], object]] = {
     "delete": lambda store: store.delete(KEY),
 }
 every_verb = pytest.mark.parametrize("verb", VERBS)
-both = pytest.mark.parametrize("kind", ["s3", "gcs"])
+both = pytest.mark.parametrize(
+    ("kind", "transport"), [("s3", "fsspec"), ("s3", "obstore"), ("gcs", "fsspec")], indirect=["transport"]
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Whatever concerns S3 is run over both transports."""
+    chosen = any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if not chosen and not {"gcs", "faulty_gcs"} & {*metafunc.fixturenames}:
+        metafunc.parametrize("transport", remote.TRANSPORTS, indirect=True, scope="module")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What carries the bodies of stores that are opened without a word about it."""
+    with pytest.MonkeyPatch.context() as patch:
+        name: str = getattr(request, "param", "fsspec")
+        patch.setattr(remote, "_PREFERRED", name)
+        yield name
 
 
 def opened(bucket: Any, prefix: str | None = None, **options: Any) -> RemoteStore:
@@ -70,10 +88,10 @@ def bucket(request: pytest.FixtureRequest, kind: str) -> Any:
 def scripted(script: Callable[[Request], Reply | None], bucket: Any = None, **options: Any) -> Iterator[Any]:
     """A scripted S3 server (before the real one, if given) and a store on it."""
     with ScriptedServer(script, bucket.endpoint if bucket else None) as server:
-        name = bucket.name if bucket else "bucket"
+        name, prefix = (bucket.name, bucket.prefix()) if bucket else ("bucket", "run")
         settings = {"key": servers.KEY, "secret": servers.SECRET, "client_kwargs": {"region_name": "us-east-1"}}
         with RemoteStore(
-            "s3", name, "run", storage_options={**settings, "endpoint_url": server.endpoint, **options}
+            "s3", name, prefix, storage_options={**settings, "endpoint_url": server.endpoint, **options}
         ) as store:
             yield server, store
 
@@ -88,7 +106,7 @@ def scripted_gcs(script: Callable[[Request], Reply | None], **options: Any) -> I
 
 
 @pytest.fixture(scope="module")
-def faulty() -> Iterator[Any]:
+def faulty(transport: str) -> Iterator[Any]:
     """A scripted S3 server and a store on it, shared because opening a client takes its time."""
     with scripted(lambda _: None) as pair:
         yield pair
@@ -134,7 +152,11 @@ def test_missing_bucket(bucket: Any, verb: str) -> None:
         VERBS[verb](store)
 
 
-@pytest.mark.parametrize("kind", ["gcs", "s3_no_conditions"])
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [("gcs", "fsspec"), ("s3_no_conditions", "fsspec"), ("s3_no_conditions", "obstore")],
+    indirect=["transport"],
+)
 @pytest.mark.parametrize("verb", ["put", "create", "delete"])
 def test_missing_bucket_when_writing(bucket: Any, verb: str) -> None:
     """No bucket is made on the way, and nothing is taken for deleted (SeaweedFS makes buckets for an admin)."""
@@ -500,10 +522,11 @@ def test_silent_server(verb: str) -> None:
 
 
 @both
-def test_server_that_stops_reading(kind: str) -> None:
+def test_server_that_stops_reading(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload of which no byte is taken any more is given up, although the connection stands."""
     import socket
 
+    monkeypatch.setattr(remote_obstore, "SLOWEST", 1e9)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts in the kernel, and never reads
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
         s3 = {"key": "k", "secret": "s", "config_kwargs": {"connect_timeout": 1, "read_timeout": 1}}
@@ -512,8 +535,9 @@ def test_server_that_stops_reading(kind: str) -> None:
             "s3" if kind == "s3" else "gs", "bucket", storage_options={**options, "endpoint_url": endpoint}
         )
         store._backend.stall = 2.0
-        with store, pytest.raises(TransientError, match="no byte"):
+        with store, pytest.raises(TransientError, match=r"no byte|not through"):
             store.put(KEY, bytes(48 << 20))
+        assert not isinstance(store._backend.upload(KEY, b""), remote_obstore.TimedUpload)  # s3fs tries next
 
 
 def test_failed_puts_free_their_bodies() -> None:
@@ -675,6 +699,7 @@ def test_close_ends_the_connections(s3: Any) -> None:
     """After close no connection of the store stays open."""
     store = opened(s3)
     store.put(KEY, b"x")
+    store.info(KEY)
     sessions = list(store._opened[0]._s3._endpoint.http_session._sessions.values())
     assert sessions
     store.close()
