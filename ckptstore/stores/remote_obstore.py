@@ -211,7 +211,7 @@ class ObstoreBackend(S3Backend):
 
     async def _make(self, fs: Any, client: Any, credentials: tuple[str | None, ...]) -> _Clients:
         S3Store: Any = importlib.import_module("obstore.store").S3Store  # noqa: N806
-        endpoint, virtual = await self._endpoint(client)
+        endpoint, virtual, region = await self._endpoint(client)
         limits = self.options["config_kwargs"]
         network: dict[str, Any] = {
             "allow_http": endpoint.startswith("http:"),
@@ -226,7 +226,7 @@ class ObstoreBackend(S3Backend):
             "endpoint": endpoint,
             "aws_endpoint_url_s3": endpoint,
             "virtual_hosted_style_request": virtual,
-            "region": _REGIONS.get(client.meta.region_name, client.meta.region_name),
+            "region": region,
             "skip_signature": not credentials,
             "request_payer": bool(self.options.get("requester_pays")),
             "conditional_put": "etag",
@@ -246,13 +246,26 @@ class ObstoreBackend(S3Backend):
             writing=S3Store(self.bucket, client_options=network, **settings),
         )
 
-    async def _endpoint(self, client: Any) -> tuple[str, bool]:
-        """Where botocore would send a request for an object, and whether the host names the bucket."""
-        url = urlsplit(await client.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": "x"}))
+    async def _endpoint(self, client: Any) -> tuple[str, bool, str]:
+        """Where botocore would send a request for an object, whether the host names the bucket, and the region."""
+        # A request that is answered before it is sent, of a kind that nobody makes in earnest.
+        client.meta.events.register_first("before-call.s3.GetObjectAcl", _tell, unique_id="ckptstore-endpoint")
+        told = await client.get_object_acl(Bucket=self.bucket, Key="x")
+        url = urlsplit(told["Url"])
         base, virtual = url.path.removesuffix("/x"), True
         if base.endswith(f"/{self.bucket}"):
             base, virtual = base.removesuffix(f"/{self.bucket}"), False
-        return f"{url.scheme}://{url.netloc}{base}", virtual
+        region = told["Region"] or client.meta.region_name
+        return f"{url.scheme}://{url.netloc}{base}", virtual, _REGIONS.get(region, region)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotSent:
+    status_code: int = 200
+
+
+def _tell(params: Mapping[str, Any], context: Mapping[str, Any], **_: object) -> tuple[_NotSent, dict[str, Any]]:
+    return _NotSent(), {"Url": params["url"], "Region": (context.get("signing") or {}).get("region")}
 
 
 _REGIONS = {None: "us-east-1", "aws-global": "us-east-1"}
@@ -317,5 +330,5 @@ def _failed_transport(text: str, debug: str) -> Exception:
     reasons = [*dict.fromkeys([*_KIND.findall(debug), *_REASON.findall(debug)])]
     said = f"{text} ({', '.join(reasons)})" if reasons else text
     if "certificate" in said.lower() or "InvalidCertificate" in debug:
-        return ssl.SSLCertVerificationError(said)
+        return ssl.SSLCertVerificationError(1, said)
     return TimeoutError(said) if "TimedOut" in debug else ConnectionError(said)

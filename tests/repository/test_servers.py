@@ -31,13 +31,13 @@ def test_server_that_ignores_conditions_is_refused(s3_no_conditions: Any) -> Non
         assert reader.epochs() == [1]
 
 
-@pytest.mark.parametrize("kind", ["gcs", "s3"])
-def test_life_of_a_repository(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("kind", "transport"), [("gcs", "fsspec"), ("s3", "fsspec"), ("s3", "obstore")])
+def test_life_of_a_repository(kind: str, transport: str, request: pytest.FixtureRequest) -> None:
     """P1-P5 on a real server: save, reuse, refuse, replace, step back, prune and gc."""
     bucket = request.getfixturevalue(kind)
     url, options = bucket.url(), bucket.storage_options
     noise = np.random.default_rng(0).random(300_000)
-    with ckptstore.open(url, options, chunk_size=1 << 20, keep=KeepLast(3)) as repo:
+    with ckptstore.open(url, options, chunk_size=1 << 20, keep=KeepLast(3), transport=transport) as repo:
         for epoch in range(4):
             report = repo.save(epoch, {"frozen": noise, "step": {"n": epoch, "w": noise[:9] + epoch}}).report
             assert report is not None
