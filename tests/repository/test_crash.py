@@ -181,11 +181,11 @@ def test_crash(kind: str, name: str, fast_folder: Path, count: Count) -> None:
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_crash_s3(name: str, s3: Any, count: Count) -> None:
+@pytest.mark.parametrize(("name", "transport"), [*((name, None) for name in SCENARIOS), ("save", "fsspec")])
+def test_crash_s3(name: str, transport: str | None, s3: Any, count: Count) -> None:
     """P1 on a real object store. A put that is cut off leaves nothing there, so "torn" is "before"."""
-
-    with open_store(s3.url(), storage_options=s3.storage_options) as store, ThreadPoolExecutor(8) as pool:
+    opened = open_store(s3.url(), storage_options=s3.storage_options, transport=transport)
+    with opened as store, ThreadPoolExecutor(8) as pool:
 
         def emptied() -> Store:
             list(pool.map(store.delete, keys_of(store)))
