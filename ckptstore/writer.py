@@ -73,6 +73,7 @@ class Tally:
             self.add_seconds(stage, time.perf_counter() - begin)
 
     def add_seconds(self, stage: str, seconds: float) -> None:
+        """Add time to a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 

@@ -495,7 +495,7 @@ def test_requests_of_a_save(store: Store) -> None:
         log.clear()
         report = repo.save(epoch, {name: np.frombuffer(bits(300_000, epoch), np.float32) for name in "ab"}).report
         assert report is not None
-    assert log.count() == report.chunks_sent + 2 + 8
+        assert epoch == 0 or log.count() == report.chunks_sent + 2 + 8
 
 
 def test_a_damaged_base_costs_only_what_is_damaged(store: Store) -> None:

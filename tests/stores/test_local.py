@@ -26,7 +26,8 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.keys import chunk_key, new_attempt, parse_partial_key, partial_key
-from ckptstore.stores.local import ERRORS, LocalStore
+from ckptstore.stores.local import LocalStore
+from ckptstore.stores.local_errors import ERRORS
 
 CHUNK = chunk_key("a" * 32, "b" * 64)
 
