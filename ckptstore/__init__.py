@@ -7,11 +7,13 @@
 
 from typing import TYPE_CHECKING
 
+from ckptstore.background import SaveHandle
 from ckptstore.catalog import Skipped
 from ckptstore.checkpoint import Checkpoint, Record
 from ckptstore.errors import (
     AccessError,
     AlreadyExistsError,
+    BusyError,
     CkptStoreError,
     CorruptionError,
     DeadlineError,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessError",
     "AlreadyExistsError",
+    "BusyError",
     "Checkpoint",
     "CkptStoreError",
     "CorruptionError",
@@ -78,6 +81,7 @@ __all__ = [
     "RepositoryNotFoundError",
     "RetriesExhaustedError",
     "RetryPolicy",
+    "SaveHandle",
     "Skipped",
     "StoreError",
     "StoreEvent",

@@ -31,11 +31,14 @@ __all__ = [
     "ArraySource",
     "ArraySpec",
     "Destination",
+    "NumpySource",
+    "TorchSource",
     "dtype_size",
     "is_array",
     "mismatch",
     "plane_size",
     "source",
+    "torch_bits",
     "torch_module",
 ]
 
@@ -137,7 +140,9 @@ class _BytesSource(ArraySource):
         return memoryview(self.value)[start:stop]
 
 
-class _NumpySource(ArraySource):
+class NumpySource(ArraySource):
+    """A NumPy array. ``identity`` is kind, element type, shape, strides unless in C order, address."""
+
     __slots__ = ("array",)
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
@@ -166,7 +171,9 @@ class _NumpySource(ArraySource):
         return _raw_bytes(part)
 
 
-class _TorchSource(ArraySource):
+class TorchSource(ArraySource):
+    """A tensor. ``identity`` is kind, element type, shape, strides unless in C order, device, address, laziness."""
+
     __slots__ = ("tensor", "torch")
 
     def __init__(self, torch: Any, tensor: Any) -> None:
@@ -194,7 +201,7 @@ class _TorchSource(ArraySource):
         if tensor.device.type == "cpu" and tensor.is_contiguous() and not _is_lazy(tensor):
             return _torch_bytes(self.torch, tensor)[start:stop]
         size = tensor.element_size()
-        tensor = _torch_bits(self.torch, tensor)
+        tensor = torch_bits(self.torch, tensor)
         part = _torch_empty(self.torch, ((stop - start) // size,), tensor.dtype)
         _gather(tensor, start // size, stop // size, part)
         return _torch_bytes(self.torch, part)
@@ -205,10 +212,10 @@ def source(value: object) -> ArraySource:
     if type(value) is bytes or type(value) is bytearray:
         return _BytesSource(value)
     if type(value) is np.ndarray:
-        return _NumpySource(value)
+        return NumpySource(value)
     torch = torch_module()
     if torch is not None and isinstance(value, torch.Tensor):
-        return _TorchSource(torch, value)
+        return TorchSource(torch, value)
     if isinstance(value, np.ndarray):
         raise InvalidRecordError(f"{type(value).__name__} is a subclass of numpy.ndarray: store numpy.asarray() of it")
     raise InvalidRecordError(f"{type(value).__name__} is not an array")
@@ -291,7 +298,7 @@ class Destination:
                 if _is_lazy(tensor):
                     tensor.copy_(staged)
                 else:
-                    _torch_bits(torch, tensor).copy_(_torch_bits(torch, staged))
+                    torch_bits(torch, tensor).copy_(torch_bits(torch, staged))
             return target
 
         return cls(spec, buffer, finish)
@@ -355,7 +362,7 @@ def _torch_empty(torch: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return made.view(dtype) if half else made
 
 
-def _torch_bits(torch: Any, tensor: Any) -> Any:
+def torch_bits(torch: Any, tensor: Any) -> Any:
     """The same elements as integers, which every torch can copy bit for bit; lazy views must be computed instead."""
     plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
     return tensor if plain is None or _is_lazy(tensor) else tensor.view(plain)

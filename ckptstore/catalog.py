@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +11,21 @@ from dataclasses import dataclass
 
 from ckptstore import keys
 from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransientError
-from ckptstore.manifest import MAX_MANIFEST, Manifest, RecordEntry, RecordIndex, decode_manifest
+from ckptstore.manifest import (
+    MAX_MANIFEST,
+    MAX_MARKER,
+    Manifest,
+    Marker,
+    RecordEntry,
+    RecordIndex,
+    decode_manifest,
+    decode_marker,
+)
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index
 from ckptstore.stores.base import Store
+
+log = logging.getLogger("ckptstore")
 
 _CACHED_INDEXES = 16
 _LOOKS = 20
@@ -44,16 +57,36 @@ class Skipped:
 
 
 class Catalog:
-    """Reads what is committed. Manifests are never cached: a key may be used again after a delete."""
+    """Reads what is committed. Manifests are never cached: a key may be used again after a delete.
+
+    Several threads may use it: a background save does, beside whatever the trainer asks.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._lock = threading.Lock()
         self._indexes: OrderedDict[tuple[str, str], RecordIndex] = OrderedDict()
         self._damaged: set[tuple[str, str]] = set()
         self._trusted: set[str] = set()  # chunks that this process has read and found good
         self._last: Manifest | None = None
         self.settled = False
         """Whether the last attempt of this process has committed, so that it left no dead one behind."""
+
+    def marker(self) -> Marker | None:
+        """The marker; made up from a manifest if it alone is lost. None if there is no repository."""
+        try:
+            return decode_marker(self.store.get(keys.MARKER, 0, MAX_MARKER + 1))
+        except ObjectNotFoundError:
+            problem: CorruptionError | None = None
+        except CorruptionError as error:
+            problem = error
+        for _, manifest in self.manifests(reversed(self.committed())):
+            if isinstance(manifest, Manifest):
+                log.warning("%s is lost or damaged; the manifests say which repository this is", keys.MARKER)
+                return Marker(repository=manifest.repository, created=manifest.created, writer=manifest.writer)
+        if problem is not None:
+            raise problem
+        return None
 
     def committed(self, epoch: int | None = None) -> list[Committed]:
         """All commits (of one epoch), oldest first. One listing; no manifest is read."""
@@ -115,10 +148,11 @@ class Catalog:
         return index
 
     def _keep(self, entry: RecordEntry, index: RecordIndex) -> None:
-        self._indexes[entry.key, entry.name] = index
-        self._indexes.move_to_end((entry.key, entry.name))
-        while len(self._indexes) > _CACHED_INDEXES:
-            self._indexes.popitem(last=False)
+        with self._lock:
+            self._indexes[entry.key, entry.name] = index
+            self._indexes.move_to_end((entry.key, entry.name))
+            while len(self._indexes) > _CACHED_INDEXES:
+                self._indexes.popitem(last=False)
 
     def exists(self, manifest: Manifest, *, if_damaged: bool = True) -> bool:
         """Whether exactly this checkpoint is still committed; ``if_damaged`` where its manifest tells no more."""

@@ -15,6 +15,7 @@
     ├── FormatError (ValueError)              well-formed, but not for this version: upgrade
     ├── InvalidArgumentError (ValueError)     a URL, option, epoch or policy that makes no sense
     ├── InvalidRecordError (TypeError)        a value that cannot be stored exactly
+    ├── BusyError                             a background save is in flight: wait for it
     ├── TransactionError                      a save that cannot go on or be committed
     │   └── OutcomeUnknownError               the commit may or may not have happened: look again
     └── StoreError (OSError)                  the store did not do it
@@ -108,6 +109,10 @@ class InvalidArgumentError(CkptStoreError, ValueError):
 
 class InvalidRecordError(CkptStoreError, TypeError):
     """A value that cannot be stored exactly. The message lists each offending path."""
+
+
+class BusyError(CkptStoreError):
+    """A background save is still in flight, and waiting for it was not wanted. ``.epoch`` is the one in flight."""
 
 
 class TransactionError(CkptStoreError):

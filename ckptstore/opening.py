@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.chunks import CHUNK_SIZE
-from ckptstore.repository import Repository, check_chunk_size, check_codec, check_policy
+from ckptstore.options import (
+    EXIT_TIMEOUT,
+    check_background_cores,
+    check_chunk_size,
+    check_codec,
+    check_exit_timeout,
+    check_policy,
+)
+from ckptstore.repository import Repository
 from ckptstore.retention import Policy
 from ckptstore.stores import RetryPolicy, open_store
 from ckptstore.stores.trace import StoreEvent
@@ -26,6 +34,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
     concurrency: int | None = None,
     on_event: Callable[[StoreEvent], None] | None = None,
     transport: str | None = None,
+    background_cores: int | None = None,
+    exit_timeout: float = EXIT_TIMEOUT,
 ) -> Repository:
     """Open a repository, and make it if it does not exist (and ``create``).
 
@@ -43,6 +53,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
         on_event: called with a ``StoreEvent`` after each request, from worker threads.
         transport: "fsspec" (s3fs, gcsfs) or "obstore" (S3 only, ``pip install 'ckptstore[fast]'``); by default
             obstore where it is installed and would follow every one of ``storage_options``.
+        background_cores: how many cores a background save (``save_async``) keeps busy; default half of them.
+        exit_timeout: seconds that the exit of the interpreter, and ``close``, wait for a background save, up to a day.
 
     Raises:
         InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
@@ -53,6 +65,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
     check_policy(keep)
     check_chunk_size(chunk_size)
     check_codec(codec)
+    check_background_cores(background_cores)
+    check_exit_timeout(exit_timeout)
     store = open_store(
         url,
         storage_options=storage_options,
@@ -70,6 +84,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
             unsafe_single_writer=unsafe_single_writer,
             chunk_size=chunk_size,
             codec=codec,
+            background_cores=background_cores,
+            exit_timeout=exit_timeout,
         )
     except BaseException:
         store.close()

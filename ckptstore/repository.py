@@ -6,12 +6,12 @@ import logging
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
-from ckptstore import keys, retention
+from ckptstore import keys, options, retention
+from ckptstore.background import Background, SaveHandle, Told
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint, metadata_of
 from ckptstore.chunks import CHUNK_SIZE
@@ -20,37 +20,22 @@ from ckptstore.errors import (
     EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
-    InvalidRecordError,
     ObjectExistsError,
     ObjectNotFoundError,
     RepositoryNotFoundError,
 )
 from ckptstore.lease import EXPIRY
-from ckptstore.manifest import (
-    MAX_MARKER,
-    MAX_RECORDS,
-    Manifest,
-    Marker,
-    check_epoch,
-    check_record_name,
-    decode_marker,
-    encode_marker,
-    writer_version,
-)
+from ckptstore.manifest import Manifest, Marker, check_epoch, encode_marker, writer_version
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.retention import GcReport, Policy, PruneReport
 from ckptstore.stores import Store, probe_conditional_put
 from ckptstore.sweep import delete_commits
 from ckptstore.transaction import Plan, Transaction
-from ckptstore.tree import flatten
 from ckptstore.verify import VerifyReport, verify
 from ckptstore.writer import Tally
 
 log = logging.getLogger("ckptstore")
-
-MAX_METADATA = 8 * 1024 * 1024
-_CODECS = ("auto", "raw", "max")
 
 
 class Repository:
@@ -65,19 +50,23 @@ class Repository:
         unsafe_single_writer: bool = False,
         chunk_size: int = CHUNK_SIZE,
         codec: str = "auto",
+        background_cores: int | None = None,
+        exit_timeout: float = options.EXIT_TIMEOUT,
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
-        self._keep = check_policy(keep)
+        self._keep = options.check_policy(keep)
         self._unsafe = unsafe_single_writer
-        self._chunk_size = check_chunk_size(chunk_size)
-        self._codec = check_codec(codec)
+        self._chunk_size = options.check_chunk_size(chunk_size)
+        self._codec = options.check_codec(codec)
+        self._background_cores = options.check_background_cores(background_cores)
+        self._background = Background(store.traits.url, options.check_exit_timeout(exit_timeout))
         self._catalog = Catalog(store)
         self._pace = Pace()
         self._resumed: set[int] = set()
         self._has_saved = False
         self._may_write = False
-        marker = self._read_marker()
+        marker = self._catalog.marker()
         if marker is None:
             if not create:
                 raise RepositoryNotFoundError(
@@ -123,16 +112,48 @@ class Repository:
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
-        if not _is_mapping(records) or not 0 < len(records) <= MAX_RECORDS:
-            raise InvalidRecordError(f"records must be a dict of 1 to {MAX_RECORDS} records, e.g. {{'model': state}}")
-        states = {check_record_name(name): state for name, state in list(records.items())}
-        flats = {name: flatten(state, name) for name, state in states.items()}
-        total = sum(array.nbytes for flat in flats.values() for array in flat.arrays)
-        with self.begin(epoch, metadata, replace, progress=progress, total=total) as txn:
+        states = options.check_records(records)
+        self._background.settle()
+        flats = options.flatten_all(states)
+        with self.begin(epoch, metadata, replace, progress=progress, total=options.bytes_of(flats)) as txn:
             for name, state in states.items():
                 txn.write_flat(name, flats[name], live=state)
             checkpoint: Checkpoint = txn.commit()
         return checkpoint
+
+    def save_async(
+        self,
+        epoch: int,
+        records: Mapping[str, object],
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+        when_busy: options.WhenBusy = "wait",
+    ) -> SaveHandle:
+        """Save a checkpoint in the background: returns when the state is copied, and you may change it.
+
+        The memory of the copy is allocated by the first call and used again until ``close``. An error is raised by
+        ``result()``; if nobody asks, by the next save (which then has not happened) or by ``close``.
+
+        Args:
+            epoch, records, metadata, replace, progress: as for ``save``.
+            when_busy: while an earlier one is in flight "wait" for it, "skip" this one (the handle says ``skipped``),
+                or raise an "error".
+
+        Raises:
+            InvalidRecordError, InvalidArgumentError: as for ``save``.
+            BusyError: an earlier one is in flight, and ``when_busy`` is "error".
+            Exception: that of an earlier background save, if nobody has asked for it.
+        """
+        options.check_when_busy(when_busy)
+        number = check_epoch(epoch)
+        states = options.check_records(records)
+        skeleton = options.check_metadata(metadata)
+
+        def begin(total: int, told: Told) -> Transaction:
+            return self._begin(number, skeleton, replace, Meter(progress, total), self._background_cores, told)
+
+        return self._background.save(number, lambda: options.flatten_all(states), begin, when_busy)
 
     def begin(
         self,
@@ -152,13 +173,25 @@ class Repository:
             EpochExistsError, InvalidArgumentError, InvalidRecordError, StoreError: before anything was committed.
         """
         number = check_epoch(epoch)
-        skeleton = _check_metadata(metadata)
+        skeleton = options.check_metadata(metadata)
+        self._background.settle()
+        return self._begin(number, skeleton, replace, Meter(progress, total))
+
+    def _begin(
+        self,
+        epoch: int,
+        metadata: Any,
+        replace: bool,
+        meter: Meter,
+        cores: int | None = None,
+        told: Told = lambda: None,
+    ) -> Transaction:
         commits = self._catalog.committed()
         if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
             self._require_marker(restore=True)
         self._prepare_to_write()
-        plan = Plan(number, skeleton, replace, self._chunk_size, self._codec, self.id, pace=self._pace)
-        return Transaction(self._catalog, plan, commits, self._committed, Meter(progress, total))
+        plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, cores, self._pace)
+        return Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -249,7 +282,7 @@ class Repository:
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
                 follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
         """
-        chosen = check_policy(policy) if policy is not None else self._keep
+        chosen = options.check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
                 "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
@@ -270,8 +303,15 @@ class Repository:
         return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
 
     def close(self) -> None:
-        """Release connections. May be called twice."""
+        """Wait for a background save, then release its memory and all connections. May be called twice.
+
+        Raises:
+            DeadlineError: it did not end within ``exit_timeout``; nothing was released.
+            Exception: that of the background save, if nobody has asked for it. All was released.
+        """
+        self._background.close()
         self.store.close()
+        self._background.surface()
 
     def __enter__(self) -> Repository:
         return self
@@ -279,7 +319,12 @@ class Repository:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as second:
+            if error is None:
+                raise
+            log.error("closing %s failed too: %s", self.url, second)  # noqa: TRY400 (the first error goes on)
 
     # ---- inside --------------------------------------------------------------------------------------------
 
@@ -290,8 +335,9 @@ class Repository:
         if not self._has_saved:
             self._resumed.add(epoch)
 
-    def _committed(self, manifest: Manifest, tally: Tally) -> Checkpoint:
+    def _committed(self, told: Told, manifest: Manifest, tally: Tally) -> Checkpoint:
         """A save has committed. Only now may retention run, and it cannot fail the save (P5)."""
+        told()
         self._has_saved = True
         if self._keep is not None:
             try:
@@ -305,29 +351,13 @@ class Repository:
         try:
             self.store.info(keys.MARKER)
         except ObjectNotFoundError:
-            marker = self._read_marker()
+            marker = self._catalog.marker()
             if marker is None or marker.repository != self.id:
                 raise RepositoryNotFoundError(
                     f"the repository at {self.url} has vanished: is the mount or bucket still there?"
                 ) from None
             if restore:
                 self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
-
-    def _read_marker(self) -> Marker | None:
-        """The marker; made up from a manifest if it alone is lost. None if there is no repository."""
-        try:
-            return decode_marker(self.store.get(keys.MARKER, 0, MAX_MARKER + 1))
-        except ObjectNotFoundError:
-            problem: CorruptionError | None = None
-        except CorruptionError as error:
-            problem = error
-        for _, manifest in self._catalog.manifests(reversed(self._catalog.committed())):
-            if isinstance(manifest, Manifest):
-                log.warning("%s is lost or damaged; the manifests say which repository this is", keys.MARKER)
-                return Marker(repository=manifest.repository, created=manifest.created, writer=manifest.writer)
-        if problem is not None:
-            raise problem
-        return None
 
     def _create(self) -> Marker:
         """Make the repository. Refuses a place that holds something else."""
@@ -343,7 +373,7 @@ class Repository:
         try:
             self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
         except ObjectExistsError:
-            found = self._read_marker()  # another process made it in the same moment
+            found = self._catalog.marker()  # another process made it in the same moment
             assert found is not None
             return found
         return marker
@@ -358,41 +388,3 @@ class Repository:
                 "each other's commit. Use another server, or pass unsafe_single_writer=True if there is only one writer"
             )
         self._may_write = True
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _check_metadata(metadata: Mapping[str, Any] | None) -> Any:
-    if metadata is None:
-        metadata = {}
-    if not _is_mapping(metadata) or not all(isinstance(key, str) for key in metadata):
-        raise InvalidRecordError("metadata must be a dict with str keys")
-    flat = flatten(dict(metadata), "metadata")
-    if flat.arrays:
-        raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
-    if len(msgspec.json.encode(flat.skeleton)) > MAX_METADATA:
-        raise InvalidRecordError(f"metadata takes more than {MAX_METADATA} bytes: put it into a record")
-    return flat.skeleton
-
-
-def check_policy(keep: object) -> Policy | None:
-    """``keep``, if it is a policy or None. InvalidArgumentError otherwise."""
-    if keep is not None and not isinstance(keep, Policy):
-        raise InvalidArgumentError(f"keep must be a policy such as KeepLast(3), not {keep!r}")
-    return keep
-
-
-def check_chunk_size(chunk_size: int) -> int:
-    """``chunk_size``, if it is 64 KiB to 64 MiB. InvalidArgumentError otherwise."""
-    if type(chunk_size) is not int or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
-        raise InvalidArgumentError(f"chunk_size must be 64 KiB to 64 MiB, not {chunk_size!r}")
-    return chunk_size
-
-
-def check_codec(codec: str) -> str:
-    """``codec``, if there is one of that name. InvalidArgumentError otherwise."""
-    if codec not in _CODECS:
-        raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
-    return codec

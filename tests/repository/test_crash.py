@@ -1,4 +1,4 @@
-"""Crash matrix: a crash before, in and after every mutation of save, replace, delete, prune and gc."""
+"""Crash matrix: a crash before, in and after every mutation of save, save_async, replace, delete, prune and gc."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckptstore import KeepLast, Repository
@@ -50,7 +51,21 @@ class Scenario:
     again: int
 
 
+def save_and_go_on(repo: Repository, make: Make) -> None:
+    """A background save, while what it saves is changed."""
+    state = make(4)
+    handle = repo.save_async(4, state)
+    for record in state.values():
+        record["w"] = record.pop("w", None)
+        record["step"] = -1
+        for value in record.values():
+            if isinstance(value, np.ndarray):
+                value.fill(0)
+    handle.result()
+
+
 SCENARIOS = {
+    "save_async": Scenario(save_and_go_on, {4: (None, 4)}, {4: 4}, 4),
     "save": Scenario(lambda repo, make: repo.save(4, make(4)), {4: (None, 4)}, {4: 4}, 4),
     "replace": Scenario(lambda repo, make: repo.save(3, make(13), replace=True), {3: (3, 13)}, {3: 13}, 3),
     "delete": Scenario(lambda repo, _: repo.delete(1), {1: (1, None)}, {1: None}, 1),

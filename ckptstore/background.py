@@ -1,0 +1,342 @@
+"""Background saves: one at a time for each repository, and none that is lost in silence.
+
+The trainer stands still while its state is copied into the arena (``staging``); a thread does the rest. What becomes of
+it is told by a :class:`SaveHandle`. An error that nobody fetched from there is raised by the next save and by
+``close``, and at the latest the interpreter says it when it exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Literal
+
+from ckptstore import exiting
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import (
+    BusyError,
+    CkptStoreError,
+    DeadlineError,
+    InvalidArgumentError,
+    TransactionError,
+)
+from ckptstore.options import WhenBusy, bytes_of
+from ckptstore.staging import Arena, Staged
+from ckptstore.transaction import Transaction
+from ckptstore.tree import FlatState
+
+log = logging.getLogger("ckptstore")
+
+Moment = Literal["staged", "uploaded", "committed", "done"]
+Stage = Literal["staging", "staged", "uploaded", "committed", "failed", "skipped"]
+Told = Callable[[], None]
+Flatten = Callable[[], dict[str, FlatState]]
+Begin = Callable[[int, Told], Transaction]  # given the bytes of all arrays, and what to call after the commit
+
+_MOMENTS = ("staged", "uploaded", "committed", "done")
+
+
+class SaveHandle:
+    """A save that goes on in the background; made by ``Repository.save_async``. Any thread may ask it.
+
+    Attributes:
+        epoch: the epoch that it saves.
+        url: where to.
+        exit_timeout: seconds that the exit of the interpreter waits for it.
+        seconds: when each moment was reached, in seconds since ``save_async`` was called: "staged" (the state is
+            copied: change it as you like), "uploaded" (all its bytes are on the store), "committed" (the checkpoint
+            exists, durably) and "done" (pruning is through as well, nothing runs any more).
+    """
+
+    def __init__(self, epoch: int, url: str, exit_timeout: float) -> None:
+        self.epoch = epoch
+        self.url = url
+        self.seconds: dict[str, float] = {}
+        self.exit_timeout = exit_timeout
+        self._begun = time.monotonic()
+        self._pid = os.getpid()
+        self._condition = threading.Condition()
+        self._stage: Stage = "staging"
+        self._started = False
+        self._ended = False
+        self._heard = False
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle of epoch {self.epoch}, {self.stage}, {self.url}>"
+
+    @property
+    def stage(self) -> Stage:
+        """How far it is: "staged", "uploaded", "committed"; or "failed", or "skipped"."""
+        return self._stage
+
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was saved because an earlier save was still in flight (``when_busy="skip"``)."""
+        return self._stage == "skipped"
+
+    def done(self) -> bool:
+        """Whether it has ended: done, failed or skipped."""
+        return self._ended
+
+    def wait(self, timeout: float | None = None, *, until: Moment = "done") -> bool:
+        """Wait for a moment. Raises no error of the save: ask ``result`` or ``exception``.
+
+        Returns:
+            Whether the moment was reached. For "done": whether the save has ended, also by an error; for the others
+            False as well when a failed save will never reach it.
+        """
+        if until not in _MOMENTS:
+            raise InvalidArgumentError(f"until must be one of {_MOMENTS}, not {until!r}")
+        if not self._ended and until not in self.seconds:
+            if os.getpid() != self._pid:
+                raise TransactionError(
+                    f"the save of epoch {self.epoch} runs in process {self._pid}: ask there", epoch=self.epoch
+                )
+            with self._condition:
+                self._condition.wait_for(lambda: self._ended or until in self.seconds, timeout)
+        return self._ended if until == "done" else until in self.seconds
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until it is done; the committed checkpoint.
+
+        Raises:
+            DeadlineError: not done after ``timeout`` seconds. It goes on; ask again.
+            BusyError: it was skipped.
+            Exception: what the save itself has raised, every time you ask.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        assert self._checkpoint is not None
+        return self._checkpoint
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until it is done; its error, or None. From then on it counts as heard, and is raised nowhere else.
+
+        Raises:
+            DeadlineError: not done after ``timeout`` seconds.
+        """
+        if not self.wait(timeout):
+            raise DeadlineError(
+                f"the background save of epoch {self.epoch} to {self.url} is not done after {timeout:g} seconds "
+                f"({self.stage}): it goes on, ask again",
+                epoch=self.epoch,
+            )
+        self._hear()
+        return self._error
+
+    # ---- inside --------------------------------------------------------------------------------------------
+
+    def _reach(self, moment: Moment) -> None:
+        with self._condition:
+            self.seconds[moment] = time.monotonic() - self._begun
+            if moment != "done":
+                self._stage = moment
+            self._condition.notify_all()
+
+    def _start(self) -> bool:
+        """For the thread: whether it may begin. False if the start was taken back."""
+        with self._condition:
+            self._started = True
+            return not self._ended
+
+    def _take_back(self, error: BaseException) -> None:
+        """The start of the thread failed or was interrupted: end the save, unless it is running all the same."""
+        with self._condition:
+            running = self._started
+            if not running:
+                self._heard, self._error, self._stage, self._ended = True, error, "failed", True
+        if not running:
+            exiting.forget(self)
+
+    def _skip(self, running: SaveHandle) -> SaveHandle:
+        self._error, self._stage, self._heard, self._ended = _busy(self.epoch, running), "skipped", True, True
+        return self
+
+    def _finish(self, checkpoint: Checkpoint) -> None:
+        with self._condition:
+            self._checkpoint = checkpoint
+            self._ended = True
+            self._reach_done()
+        exiting.forget(self)
+
+    def _fail(self, error: BaseException) -> None:
+        _explain(error, self.epoch, self.url)
+        log.error("%s: %s", type(error).__name__, error)
+        with self._condition:
+            self._error = error
+            self._stage = "failed"
+            self._ended = True
+            self._reach_done()
+
+    def _reach_done(self) -> None:
+        self.seconds["done"] = time.monotonic() - self._begun
+        self._condition.notify_all()
+
+    def _hear(self) -> None:
+        self._heard = True
+        exiting.forget(self)
+
+    @property
+    def unheard(self) -> BaseException | None:
+        """The error, as long as nobody has heard of it."""
+        return None if self._heard else self._error
+
+    def _surface(self) -> None:
+        """Raise the error if nobody has heard of it, once."""
+        error = self.unheard
+        if error is not None:
+            self._hear()
+            raise error
+
+
+class Background:
+    """The background saves of one repository: one at a time, through one arena."""
+
+    def __init__(self, url: str, exit_timeout: float) -> None:
+        self._url = url
+        self._exit_timeout = exit_timeout
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self._pid = os.getpid()
+        self._turn = threading.Lock()  # held while a state is copied, not while it is saved
+        self._staging = SaveHandle(0, self._url, 0.0)  # who holds it
+        self._current: SaveHandle | None = None
+        self.arena = Arena()
+
+    def _begin_process_after_fork(self) -> None:
+        """In a forked child nothing is in flight: what its parent does is none of its business."""
+        if os.getpid() != self._pid:
+            self._begin_process()
+
+    def save(self, epoch: int, flatten: Flatten, begin: Begin, when_busy: WhenBusy) -> SaveHandle:
+        """Copy what ``flatten`` gives, ``begin`` in the background, and write the copy there."""
+        handle = SaveHandle(epoch, self._url, self._exit_timeout)
+        running = self._take_turn(wait=when_busy == "wait")
+        if running is not None:
+            if when_busy == "skip":
+                return handle._skip(running)
+            raise _busy(epoch, running)
+        self._staging = handle
+        try:
+            self.surface()
+            staged = self.arena.stage(flatten())
+            handle._reach("staged")
+            self._launch(handle, staged, begin)
+        finally:
+            self._turn.release()
+        return handle
+
+    def settle(self) -> None:
+        """Wait for the save in flight, and raise its error if nobody has heard of it."""
+        self._begin_process_after_fork()
+        if self._current is not None:
+            self._current.wait()
+        self.surface()
+
+    def close(self) -> None:
+        """Wait for the save in flight, and give the arena back.
+
+        Raises:
+            DeadlineError: it was still in flight after the exit timeout. Nothing was given back; the exit of the
+                interpreter will not wait for it again.
+        """
+        handle = self._current if os.getpid() == self._pid else None
+        if handle is not None and not handle.wait(self._exit_timeout):
+            handle.exit_timeout = 0.0
+            raise DeadlineError(
+                f"the background save of epoch {handle.epoch} to {self._url} did not end within "
+                f"{self._exit_timeout:g} seconds ({handle.stage}): the repository stays open",
+                epoch=handle.epoch,
+            )
+        self.arena.release()
+
+    def surface(self) -> None:
+        """Raise the error of the last save if nobody has heard of it."""
+        if self._current is not None and os.getpid() == self._pid:
+            self._current._surface()
+
+    def _take_turn(self, *, wait: bool) -> SaveHandle | None:
+        """Take the turn when nothing is in flight; else (unless ``wait``) what is."""
+        self._begin_process_after_fork()
+        while True:
+            if not self._turn.acquire(blocking=wait):
+                return self._staging  # by another thread
+            running = self._current
+            if running is None or running.done():
+                return None
+            self._turn.release()
+            if not wait:
+                return running
+            running.wait()
+
+    def _launch(self, handle: SaveHandle, staged: Staged, begin: Begin) -> None:
+        thread = threading.Thread(target=_work, args=(handle, staged, begin), name="ckptstore-save", daemon=True)
+        if not exiting.remember(handle):
+            raise TransactionError(
+                f"epoch {handle.epoch} was not saved: the interpreter is exiting, too late for a background save",
+                epoch=handle.epoch,
+            )
+        self._current = handle
+        try:
+            thread.start()
+        except BaseException as error:
+            handle._take_back(error)
+            raise
+
+
+def _work(handle: SaveHandle, staged: Staged, begin: Begin) -> None:
+    """What the thread does."""
+    if not handle._start():
+        return
+    try:
+        try:
+            checkpoint = _save(handle, staged, begin)
+        finally:
+            staged.let_go()
+    except BaseException as error:  # noqa: BLE001 (handed to whoever asks, whatever it is)
+        handle._fail(error)
+    else:
+        handle._finish(checkpoint)
+
+
+def _save(handle: SaveHandle, staged: Staged, begin: Begin) -> Checkpoint:
+    flats = staged.flats()
+    with begin(bytes_of(flats), lambda: handle._reach("committed")) as txn:
+        for name, flat in flats.items():
+            txn.write_flat(name, flat)
+        txn.settle()
+        handle._reach("uploaded")
+        checkpoint: Checkpoint = txn.commit()
+    return checkpoint
+
+
+def _busy(epoch: int, running: SaveHandle) -> BusyError:
+    return BusyError(
+        f"epoch {epoch} was not saved: the background save of epoch {running.epoch} to {running.url} is still in "
+        'flight. Wait for it, or use when_busy="wait"',
+        epoch=running.epoch,
+    )
+
+
+def _explain(error: BaseException, epoch: int, url: str) -> None:
+    """Say in the error which save has failed, and let go of what its frames hold (chunks, views of the arena)."""
+    text = f"the background save of epoch {epoch} to {url} failed"
+    if isinstance(error, CkptStoreError):
+        error.message = f"{text}: {error.message}"
+        error.epoch = epoch if error.epoch is None else error.epoch
+    elif hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,101 @@
+"""Arguments of the front door, checked before anything happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from ckptstore.errors import InvalidArgumentError, InvalidRecordError
+from ckptstore.manifest import MAX_RECORDS, check_record_name
+from ckptstore.pipeline import cores
+from ckptstore.retention import Policy
+from ckptstore.tree import FlatState, flatten
+
+MAX_METADATA = 8 * 1024 * 1024
+EXIT_TIMEOUT = 300.0
+MAX_EXIT_TIMEOUT = 24 * 3600.0
+
+WhenBusy = Literal["wait", "skip", "error"]
+
+_CODECS = ("auto", "raw", "max")
+_WHEN_BUSY = ("wait", "skip", "error")
+
+
+def check_policy(keep: object) -> Policy | None:
+    """``keep``, if it is a policy or None. InvalidArgumentError otherwise."""
+    if keep is not None and not isinstance(keep, Policy):
+        raise InvalidArgumentError(f"keep must be a policy such as KeepLast(3), not {keep!r}")
+    return keep
+
+
+def check_chunk_size(chunk_size: int) -> int:
+    """``chunk_size``, if it is 64 KiB to 64 MiB. InvalidArgumentError otherwise."""
+    if type(chunk_size) is not int or not 64 * 1024 <= chunk_size <= 64 * 1024 * 1024:
+        raise InvalidArgumentError(f"chunk_size must be 64 KiB to 64 MiB, not {chunk_size!r}")
+    return chunk_size
+
+
+def check_codec(codec: str) -> str:
+    """``codec``, if there is one of that name. InvalidArgumentError otherwise."""
+    if codec not in _CODECS:
+        raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
+    return codec
+
+
+def check_background_cores(count: int | None) -> int:
+    """Cores for a background save: ``count``, or half of those of this process. InvalidArgumentError otherwise."""
+    if count is None:
+        return max(1, cores() // 2)
+    if type(count) is not int or count < 1:
+        raise InvalidArgumentError(f"background_cores must be a whole number from 1 on, or None, not {count!r}")
+    return count
+
+
+def check_exit_timeout(seconds: float) -> float:
+    """``seconds``, if that is a number from 0 to a day. InvalidArgumentError otherwise."""
+    if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_EXIT_TIMEOUT:
+        raise InvalidArgumentError(f"exit_timeout must be 0 to {MAX_EXIT_TIMEOUT:.0f} seconds, not {seconds!r}")
+    return float(seconds)
+
+
+def check_when_busy(when_busy: str) -> None:
+    """InvalidArgumentError unless it is one of the three answers to a save that is still in flight."""
+    if when_busy not in _WHEN_BUSY:
+        raise InvalidArgumentError(f"when_busy must be one of {_WHEN_BUSY}, not {when_busy!r}")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
+    """The skeleton of ``metadata``: a copy that shares nothing with it. InvalidRecordError if it cannot be stored."""
+    if metadata is None:
+        metadata = {}
+    if not _is_mapping(metadata) or not all(isinstance(key, str) for key in metadata):
+        raise InvalidRecordError("metadata must be a dict with str keys")
+    flat = flatten(dict(metadata), "metadata")
+    if flat.arrays:
+        raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
+    if len(msgspec.json.encode(flat.skeleton)) > MAX_METADATA:
+        raise InvalidRecordError(f"metadata takes more than {MAX_METADATA} bytes: put it into a record")
+    return flat.skeleton
+
+
+def check_records(records: Mapping[str, object]) -> dict[str, object]:
+    """The states by name, in a dict of its own. InvalidRecordError if that is none, or a name is bad."""
+    if not _is_mapping(records) or not 0 < len(records) <= MAX_RECORDS:
+        raise InvalidRecordError(f"records must be a dict of 1 to {MAX_RECORDS} records, e.g. {{'model': state}}")
+    return {check_record_name(name): state for name, state in list(records.items())}
+
+
+def flatten_all(states: Mapping[str, object]) -> dict[str, FlatState]:
+    """All states taken apart, nothing copied. InvalidRecordError names what cannot be stored."""
+    return {name: flatten(state, name) for name, state in states.items()}
+
+
+def bytes_of(flats: Mapping[str, FlatState]) -> int:
+    """Bytes of all arrays."""
+    return sum(array.nbytes for flat in flats.values() for array in flat.arrays)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
