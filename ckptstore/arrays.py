@@ -141,9 +141,9 @@ class _BytesSource(ArraySource):
 
 
 class NumpySource(ArraySource):
-    """A NumPy array. ``identity`` is kind, element type, shape, strides unless in C order, address."""
+    """A NumPy array. ``address`` is 0 unless it is in C order."""
 
-    __slots__ = ("array",)
+    __slots__ = ("address", "array")
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         name = dtypes.numpy_name(array.dtype)
@@ -151,9 +151,13 @@ class NumpySource(ArraySource):
             raise InvalidRecordError(numpy_refusal(array.dtype))
         self.array = array
         self.spec = _spec("numpy", name, array.shape)
+        self.address = 0
         if array.nbytes:
             steps = None if array.flags.c_contiguous else _steps(array.shape, array.strides)
-            self.identity = ("numpy", name, array.shape, steps, array.__array_interface__["data"][0])
+            address = array.__array_interface__["data"][0]
+            self.identity = ("numpy", name, array.shape, steps, address)
+            if steps is None:
+                self.address = address
         else:
             # Empty arrays have no memory of their own, so only the very same object is an alias.
             self.identity = ("object", id(array))
@@ -172,9 +176,9 @@ class NumpySource(ArraySource):
 
 
 class TorchSource(ArraySource):
-    """A tensor. ``identity`` is kind, element type, shape, strides unless in C order, device, address, laziness."""
+    """A tensor. ``address`` is 0 unless it lies in memory of the host in C order, with the bits that it stands for."""
 
-    __slots__ = ("tensor", "torch")
+    __slots__ = ("address", "tensor", "torch")
 
     def __init__(self, torch: Any, tensor: Any) -> None:
         reason = torch_refusal(torch, tensor)
@@ -183,12 +187,16 @@ class TorchSource(ArraySource):
         self.torch = torch
         self.tensor = tensor
         shape = tuple(tensor.shape)
-        self.spec = _spec("torch", str(dtypes.torch_name(tensor.dtype)), shape)
-        if tensor.numel():
+        spec = self.spec = _spec("torch", dtypes.torch_name(tensor.dtype) or "", shape)
+        self.address = 0
+        if spec.nbytes:
             steps = None if tensor.is_contiguous() else _steps(shape, tensor.stride())
             # A lazily conjugated or negated view is the same memory but not the same values.
-            place = (tensor.device, tensor.data_ptr())
-            self.identity = ("torch", self.spec.dtype, shape, steps, *place, tensor.is_conj(), tensor.is_neg())
+            lazy = _is_lazy(tensor)
+            address = tensor.data_ptr()
+            self.identity = ("torch", spec.dtype, shape, steps, tensor.device, address, lazy and tensor.is_conj(), lazy)
+            if steps is None and not lazy and tensor.is_cpu:
+                self.address = address
         else:
             self.identity = ("object", id(tensor))
 

@@ -61,6 +61,7 @@ class SaveHandle:
         self._pid = os.getpid()
         self._condition = threading.Condition()
         self._stage: Stage = "staging"
+        self._go = threading.Event()
         self._started = False
         self._ended = False
         self._heard = False
@@ -141,7 +142,8 @@ class SaveHandle:
             self._condition.notify_all()
 
     def _start(self) -> bool:
-        """For the thread: whether it may begin. False if the start was taken back."""
+        """For the thread: whether it may begin, once ``save_async`` returns. False if the start was taken back."""
+        self._go.wait()
         with self._condition:
             self._started = True
             return not self._ended
@@ -290,6 +292,8 @@ class Background:
         except BaseException as error:
             handle._take_back(error)
             raise
+        finally:
+            handle._go.set()  # the last thing: from here on two threads want the interpreter lock
 
 
 def _work(handle: SaveHandle, staged: Staged, begin: Begin) -> None:

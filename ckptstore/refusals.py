@@ -30,7 +30,7 @@ def torch_refusal(torch: Any, tensor: Any) -> str | None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"a tensor of layout {layout} is not supported: store its values and indices, or to_dense()"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "a tensor on the meta device has no values"
     if dtypes.torch_name(tensor.dtype) is None:
         return f"elements of type {tensor.dtype} have no portable form: store a view(torch.uint8)"

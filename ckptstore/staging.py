@@ -170,17 +170,20 @@ class _Copier:
         base = int(self._buffer.ctypes.data)
         rest: list[tuple[TorchSource, int]] = []
         for source, start in sources:
-            address = _address(source)
             nbytes = source.nbytes
-            if address:
-                (_move_locked if nbytes <= KEEP_LOCK else _move)(base + start, address, nbytes)
-            elif isinstance(source, TorchSource):
-                rest.append((source, start))
-            elif isinstance(source, NumpySource):
+            if isinstance(source, TorchSource):
+                # Its memory may have been taken away meanwhile (resize_(0)): torch would say so, memmove would not.
+                if not source.address or source.tensor.data_ptr() != source.address:
+                    rest.append((source, start))
+                    continue
+            elif not isinstance(source, NumpySource):
+                self._buffer[start : start + nbytes] = np.frombuffer(source.read(0, nbytes), np.uint8)
+                continue
+            elif not source.address:
                 array = source.array
                 self._buffer[start : start + nbytes].view(array.dtype).reshape(array.shape)[...] = array
-            else:
-                self._buffer[start : start + nbytes] = np.frombuffer(source.read(0, nbytes), np.uint8)
+                continue
+            (_move_locked if nbytes <= KEEP_LOCK else _move)(base + start, source.address, nbytes)
         return rest
 
     def through_torch(self, sources: list[tuple[TorchSource, int]]) -> None:
@@ -199,17 +202,3 @@ class _Copier:
         finally:  # also when interrupted: the devices must not write into memory that is in other use
             for device in waiting:
                 torch.cuda.synchronize(device)
-
-
-def _address(source: ArraySource) -> int:
-    """Where the elements are, if that is memory of the host in C order with the very bits to be stored; else 0."""
-    identity: tuple[Any, ...] = source.identity
-    if identity[0] == "numpy":
-        return int(identity[4]) if identity[3] is None else 0
-    if identity[0] != "torch":
-        return 0
-    _, _, _, steps, device, address, conjugated, negated = identity
-    if steps is not None or conjugated or negated or device.type != "cpu" or not isinstance(source, TorchSource):
-        return 0
-    # Its storage may have been taken away meanwhile (resize_(0)): torch says so, memmove would not.
-    return int(address) if source.tensor.data_ptr() == address else 0
