@@ -17,6 +17,10 @@ from tests.background.helpers import SECONDS
 ROOT = Path(__file__).parents[2]
 LOST = 120
 
+# These start no thread at exit, not even where ``threading`` itself would still wait for it (python/cpython#113964).
+NO_THREADS = (3, 12, 0) <= sys.version_info < (3, 12, 3)
+goes_on = pytest.mark.skipif(NO_THREADS, reason="Python 3.12.0 to 3.12.2 start no thread at exit")
+
 # ``gate(match, act)`` gives a repository with epoch 1, where a put of such a key runs ``act``.
 PRELUDE = """
 import atexit, multiprocessing, os, sys, threading, time
@@ -64,6 +68,7 @@ def epochs(folder: Path) -> list[int]:
         return repo.epochs()
 
 
+@goes_on
 @pytest.mark.parametrize("match", ["chunks/", "records/", "manifests/", "leases/"])
 @pytest.mark.parametrize(
     ("leave", "status"),
@@ -80,6 +85,16 @@ def test_a_pending_save_is_finished(tmp_path: Path, match: str, leave: str, stat
         assert (found["optim"], found["model"]["w"].sum()) == ({"step": 7}, sum(range(200_000)))
 
 
+@pytest.mark.skipif(not NO_THREADS, reason="only where Python starts no thread at exit")
+def test_where_python_starts_no_thread(tmp_path: Path) -> None:
+    """Where a pending save cannot go on at exit, the epoch is lost, and that is said."""
+    done = run(tmp_path, "gate('leases/', slow).save_async(2, state)")
+    assert done.returncode == LOST
+    assert "ckptstore: epoch 2 of file://" in done.stderr
+    assert epochs(tmp_path) == [1]
+
+
+@goes_on
 def test_exit_handlers_still_run(tmp_path: Path) -> None:
     """After a save that was finished at exit everything else takes its course."""
     done = run(
@@ -94,6 +109,7 @@ gate("chunks/", slow).save_async(2, state)
     assert (sorted(done.stdout.split()), done.stderr, done.returncode) == (["handler", "thread"], "", 0)
 
 
+@goes_on
 @pytest.mark.parametrize("leave", ["", "sys.exit(0)", "sys.exit(3)", "raise ZeroDivisionError"])
 def test_a_failed_save_is_loud(tmp_path: Path, leave: str) -> None:
     """A save that fails and that nobody asks about is named on stderr, and the status is not that of a success."""
@@ -173,6 +189,7 @@ os._exit = lambda status: leave(status if time.monotonic() - begun < 1.5 else 99
     assert (done.stdout, done.returncode) == ("closed\n", LOST)
 
 
+@goes_on
 def test_pruning_that_never_ends(tmp_path: Path) -> None:
     """A save that is committed is not called lost; what hangs after it does not hold the process."""
     done = run(
@@ -192,6 +209,7 @@ repo.save_async(2, state).wait(until="committed")
     assert epochs(tmp_path) == [1, 2]
 
 
+@goes_on
 def test_several_repositories(tmp_path: Path) -> None:
     """All are waited for at the same time, each lost epoch has a line, and what can be finished is."""
     done = run(
@@ -250,6 +268,7 @@ if __name__ == "__main__":
         assert repo.epochs() == [1, 2]
 
 
+@goes_on
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_fork(tmp_path: Path) -> None:
     """A forked child neither waits for its parent's save nor speaks of it; it can save by itself."""
