@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -93,8 +93,6 @@ class ArraySource(ABC):
     spec: ArraySpec
     identity: tuple[object, ...]
     """Equal for two sources only if they are the same elements of the same memory, seen alike."""
-    stable: ClassVar[bool] = False
-    """Whether nobody else can change the memory: then it needs no private copy while it is saved."""
 
     @property
     def nbytes(self) -> int:

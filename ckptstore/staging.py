@@ -15,7 +15,7 @@ import ctypes
 import logging
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +64,6 @@ class StagedSource(ArraySource):
     """An array in the arena. Nobody changes it while its save is in flight."""
 
     __slots__ = ("_staged", "_start")
-
-    stable: ClassVar[bool] = True
 
     def __init__(self, spec: ArraySpec, staged: Staged, start: int) -> None:
         self.spec = spec
