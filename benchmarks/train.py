@@ -1,4 +1,4 @@
-"""A real training state for the benchmarks: ``python benchmarks/make_state.py [small|full]``.
+"""A real training state for the benchmarks: ``python -m benchmarks.train [small|full]``.
 
 A causal transformer is really trained with AdamW on the text of Python's own documentation. Made-up numbers would
 not do: how far a checkpoint shrinks depends on what training leaves in weights and moments. The state is

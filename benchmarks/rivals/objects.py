@@ -1,0 +1,36 @@
+"""What trainers do by hand on S3: one file in memory, one put."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+from benchmarks.rivals.base import S3, Rival
+from benchmarks.states import State
+
+
+class TorchS3fs(Rival):
+    """``torch.save`` into memory, then s3fs."""
+
+    name = "torch.save + s3fs"
+    about = "`torch.save` into memory, then one `pipe_file`; `cat_file`, then `torch.load`. Durable: the server has answered"
+    in_place = False
+    where = (S3,)
+    works = ("save", "restore", "again")
+
+    def prepare(self) -> None:
+        self.fs = self.place.client()
+        self.key = f"{self.place.path}/state.pt"
+
+    def save(self, state: State, number: int) -> None:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        self.fs.pipe_file(self.key, buffer.getvalue())
+
+    def restore(self, target: State | None) -> Any:
+        return torch.load(io.BytesIO(self.fs.cat_file(self.key)), weights_only=True)
+
+
+OBJECTS: tuple[type[Rival], ...] = (TorchS3fs,)

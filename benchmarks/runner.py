@@ -1,0 +1,201 @@
+"""Takes the measurements: a fresh process for each, rivals in turn, forwards and then backwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.codec import ABOUT as CODECS_ABOUT
+from benchmarks.process import Failure, run
+from benchmarks.profiles import Group
+from benchmarks.rivals import ALL, Place
+from benchmarks.rivals.base import FOLDER, S3
+from benchmarks.samples import Job, Run, Sample, Trouble
+
+ROOT = str(Path(__file__).resolve().parents[1])
+AFTER_SAVE = ("restore", "restore cold", "partial")
+NO_STATE = ("latest", "prune", "gc")
+
+
+class Runner:
+    """Adds the samples of groups to a ``Run``."""
+
+    def __init__(self, result: Run, console: Console, folder: str | None = None) -> None:
+        # For the fork server, which imports torch once for all the fresh processes.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benchmarks.works"])
+        self._result = result
+        self._console = console
+        self._folder = folder
+        self._stack = ExitStack()
+        self._roots: dict[str, Place] = {}
+        self._facts: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(self, groups: list[Group]) -> None:
+        """All rounds of all groups. A rival that fails is left out from then on, and the failure is recorded."""
+        for number, group in enumerate(groups, 1):
+            what = f"{', '.join(group.works)} · {group.where} · {group.state} {group.mib}"
+            self._console.print(f"[dim]{number}/{len(groups)}[/] {what}: {len(group.rivals)} in {group.rounds} rounds")
+            self._group(group)
+
+    def _group(self, group: Group) -> None:
+        root = self._root(group.where)
+        if group.works[0] not in NO_STATE and not self._know(group):
+            return
+        names = [name for name in group.rivals if self._is_available(group, name)]
+        for turn in range(group.rounds + 1):
+            for name in names[:] if turn % 2 else names[::-1]:
+                place = Place(f"{root.path}/{uuid.uuid4().hex}", root.options)
+                taken, trouble = self._turn(group, name, place, turn)
+                self._result.samples += taken if turn else []
+                if trouble is not None:
+                    self._result.troubles.append(trouble)
+                    names.remove(name)
+                remove(place)
+            self._tidy(group.where)
+
+    def _turn(self, group: Group, name: str, place: Place, turn: int) -> tuple[list[Sample], Trouble | None]:
+        taken: list[Sample] = []
+        for work in group.works:
+            if group.where != "memory" and group.works[0] not in NO_STATE and work not in ALL[name].works:
+                continue
+            expected = self._expected(group, work)
+            found = self._run(Job(work, group.state, group.mib, name, place, turn, expected))
+            if isinstance(found, Failure):
+                self._console.print(f"[red]{work} by {name}: {found.reason}[/]\n[dim]{found.trace}[/]", highlight=False)
+                return taken, Trouble(work, group.where, group.state, name, found.reason, error=True)
+            taken.append(found)
+        return taken, None
+
+    def _run(self, job: Job) -> Any:
+        """One measurement in a fresh process, on a disk that has nothing left to write."""
+        os.sync()
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=run, args=(theirs, job))
+        process.start()
+        theirs.close()
+        try:
+            return ours.recv()
+        except EOFError:
+            process.join()
+            return Failure(f"its process died with exit code {process.exitcode}", "")
+        finally:
+            process.join()
+
+    def _know(self, group: Group) -> bool:
+        key = (group.state, group.mib)
+        if key not in self._facts:
+            found = self._run(Job("facts", *key, "", Place("")))
+            if isinstance(found, Failure):
+                self._console.print(f"[red]{found.trace}[/]", highlight=False)
+                trouble = Trouble("facts", group.where, group.state, "", found.reason, error=True)
+                self._result.troubles.append(trouble)
+                return False
+            self._facts[key] = found
+            self._result.states.append(found)
+        return True
+
+    def _expected(self, group: Group, work: str) -> str:
+        facts = self._facts.get((group.state, group.mib), {})
+        return str(facts.get("digest of a part" if work == "partial" else "digest", ""))
+
+    def _is_available(self, group: Group, name: str) -> bool:
+        if group.where == "memory":
+            self._result.rivals.setdefault(f"{name} (codec)", {"about": CODECS_ABOUT[name], "durable": False})
+            return True
+        kind = ALL[name]
+        self._result.rivals.setdefault(name, {"about": kind.about, "durable": kind.durable, "limit": kind.limit})
+        reason = kind.unavailable()
+        if not reason and "stall" in group.works and name == "ckptstore":
+            import ckptstore
+
+            reason = "" if hasattr(ckptstore.Repository, "save_async") else "this ckptstore has no save_async"
+        if reason:
+            self._result.troubles.append(
+                Trouble(", ".join(group.works), group.where, group.state, name, reason, error=False)
+            )
+        return not reason
+
+    def _root(self, where: str) -> Place:
+        if where not in self._roots:
+            self._roots[where] = self._stack.enter_context(somewhere(where, self._folder))
+        return self._roots[where]
+
+    def _tidy(self, where: str) -> None:
+        """SeaweedFS keeps deleted bytes until it is told to let go of them."""
+        if where == S3:
+            options = self._roots[where].options
+            host, _, port = options["endpoint_url"].rpartition(":")
+            with urllib.request.urlopen(f"{host}:{int(port) + 1}/vol/vacuum?garbageThreshold=0.01", timeout=120):
+                pass
+
+
+def remove(place: Place) -> None:
+    """Make room for the next one."""
+    if not place.remote:
+        shutil.rmtree(place.path, ignore_errors=True)
+        return
+    fs = place.client()
+    if fs.exists(place.path):
+        fs.rm(place.path, recursive=True)
+
+
+@contextmanager
+def somewhere(where: str, folder: str | None) -> Iterator[Place]:
+    """A temporary folder, or a bucket on a server that is started for it."""
+    if where != S3:
+        with tempfile.TemporaryDirectory(prefix="ckptstore-bench-", dir=folder) as path:
+            yield Place(path if where == FOLDER else "")
+        return
+    import s3fs
+
+    from tests import servers
+
+    server = servers.seaweedfs()
+    try:
+        options: dict[str, Any] = {"key": servers.KEY, "secret": servers.SECRET, "endpoint_url": server.endpoint}
+        options["client_kwargs"] = {"region_name": "us-east-1"}
+        s3fs.S3FileSystem(**options, skip_instance_cache=True).call_s3("create_bucket", Bucket="bench")
+        yield Place("bench", options)
+    finally:
+        server.stop()
+
+
+def machine() -> dict[str, Any]:
+    """What it runs on."""
+    import platform
+    from importlib.metadata import version
+
+    release = platform.freedesktop_os_release().get("PRETTY_NAME", "") if sys.platform == "linux" else ""
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    disk = os.statvfs(tempfile.gettempdir())
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": f"{round(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30)} GiB",
+        "disk": f"{round(disk.f_blocks * disk.f_frsize / 2**30)} GiB",
+        "system": f"{platform.system()} {platform.release()}, {release}".rstrip(", "),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+        "ckptstore": version("ckptstore"),
+        "load at the start": round(os.getloadavg()[0], 1),
+    }
