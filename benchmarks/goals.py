@@ -44,7 +44,9 @@ def unmeasured(run: Run, goal: int, what: str, target: str, *rivals: str) -> Cla
     return Claim(goal, what, target, "", UNKNOWN, reason)
 
 
-def bound(goal: int, what: str, value: float, limit: float, shown: str, detail: str = "", *, least: bool = False) -> Claim:
+def bound(
+    goal: int, what: str, value: float, limit: float, shown: str, detail: str = "", *, least: bool = False
+) -> Claim:
     """A claim about a number that must be at most (or, with ``least``, at least) ``limit``."""
     good = value >= limit if least else value <= limit
     sign = "≥" if least else "≤"
@@ -97,7 +99,10 @@ def folder_save(run: Run) -> Iterator[Claim]:
     """Goal 1: a durable save to a folder against writing and syncing the same bytes."""
     for state, limit in (("adam", 0.7), ("dense-fp32", 1.0)):
         for mib in sizes(run, "save", "folder", state):
-            ours, theirs = (run.select(work="save", where="folder", state=state, mib=mib, rival=name) for name in (OURS, "plain file"))
+            ours, theirs = (
+                run.select(work="save", where="folder", state=state, mib=mib, rival=name)
+                for name in (OURS, "plain file")
+            )
             what = f"durable save to a folder / write and fsync, {state}, {size(mib)}"
             yield ratio(run, 1, what, ours, theirs, limit)
 
@@ -106,15 +111,24 @@ def folder_restore(run: Run) -> Iterator[Claim]:
     """Goal 2: a verified restore in place against reading into the same buffers, and against the usual loaders."""
     for state in ("adam", "dense-fp32"):
         for mib in sizes(run, "restore", "folder", state):
-            found = {s.rival: run.select(work="restore", where="folder", state=state, mib=mib, rival=s.rival) for s in run.samples}
+            found = {
+                s.rival: run.select(work="restore", where="folder", state=state, mib=mib, rival=s.rival)
+                for s in run.samples
+            }
             for name, limit in ((RAW, 1.2), (OURS, 2.5)):
-                what = f"restore from a folder ({'raw' if name == RAW else 'compressed'}) / readinto, {state}, {size(mib)}"
+                what = (
+                    f"restore from a folder ({'raw' if name == RAW else 'compressed'}) / readinto, {state}, {size(mib)}"
+                )
                 yield ratio(run, 2, what, found.get(name, []), found.get("plain file", []), limit)
             for name in ("torch.save + fsync", "torch DCP + fsync"):
                 if state == "adam" and mib <= 1024:
                     what = f"restore from a folder, {state}, {size(mib)}, beside {'torch.load' if 'save' in name else 'DCP'}"
                     theirs = found.get(name, [])
-                    yield faster(run, 2, what, found.get(OURS, []), theirs, 2) if theirs else unmeasured(run, 2, what, "≥ 2", name)
+                    yield (
+                        faster(run, 2, what, found.get(OURS, []), theirs, 2)
+                        if theirs
+                        else unmeasured(run, 2, what, "≥ 2", name)
+                    )
 
 
 def _s3(run: Run, goal: int, work: str, limits: dict[str, float], dcp: str) -> Iterator[Claim]:
@@ -124,7 +138,11 @@ def _s3(run: Run, goal: int, work: str, limits: dict[str, float], dcp: str) -> I
             theirs = best_client(run, work, state, mib)
             name = theirs[0].rival if theirs else "best bare client"
             what = f"{work} on S3 / the same bytes with {name}, {state}, {size(mib)}"
-            yield ratio(run, goal, what, ours, theirs, limit) if theirs else unmeasured(run, goal, what, f"≤ {limit:g}", OURS, *CLIENTS)
+            yield (
+                ratio(run, goal, what, ours, theirs, limit)
+                if theirs
+                else unmeasured(run, goal, what, f"≤ {limit:g}", OURS, *CLIENTS)
+            )
     ours = run.select(work=work, where="s3", state="adam", mib=256, rival=OURS)
     theirs = run.select(work=work, where="s3", state="adam", mib=256, rival="torch DCP, FsspecWriter")
     what = f"{work} on S3, adam, 0.25 GiB, beside {dcp}"
@@ -170,7 +188,9 @@ def codec(run: Run) -> Iterator[Claim]:
             continue
         other = theirs[0].nbytes / theirs[0].stored
         detail = f"ratio {shrunk:.3f} to {other:.3f}"
-        yield bound(6, f"ratio / ratio of ZipNN, {state}", shrunk / other, 0.98, f"{shrunk / other:.3f}", detail, least=True)
+        yield bound(
+            6, f"ratio / ratio of ZipNN, {state}", shrunk / other, 0.98, f"{shrunk / other:.3f}", detail, least=True
+        )
         yield faster(run, 6, f"encoding {state} beside ZipNN, one thread each", ours, theirs, 1)
 
 
@@ -198,7 +218,9 @@ def memory(run: Run) -> Iterator[Claim]:
         for work in ("save", "restore"):
             found = run.select(work=work, where=where, state="dense-fp32", rival=OURS)
             what = f"peak memory above the state, {work}, {where}"
-            by_size = {mib: median([s for s in found if s.mib == mib], "peak") for mib in sorted({s.mib for s in found})}
+            by_size = {
+                mib: median([s for s in found if s.mib == mib], "peak") for mib in sorted({s.mib for s in found})
+            }
             if not by_size:
                 yield unmeasured(run, 8, what, "≤ 256 MiB", OURS)
                 continue
@@ -207,7 +229,14 @@ def memory(run: Run) -> Iterator[Claim]:
             yield bound(8, what + " (MiB)", worst, 256, f"{worst:.0f} MiB", detail)
             if len(by_size) > 1:
                 grown = (by_size[max(by_size)] - by_size[min(by_size)]) / MIB
-                yield bound(8, f"growth of that from {size(min(by_size))} to {size(max(by_size))}, {work}, {where} (MiB)", grown, FLAT / MIB, f"{grown:+.0f} MiB", detail)
+                yield bound(
+                    8,
+                    f"growth of that from {size(min(by_size))} to {size(max(by_size))}, {work}, {where} (MiB)",
+                    grown,
+                    FLAT / MIB,
+                    f"{grown:+.0f} MiB",
+                    detail,
+                )
             else:
                 yield unmeasured(run, 8, f"growth of that with the state, {work}, {where}", "flat")
 
@@ -216,7 +245,9 @@ def small_arrays(run: Run) -> Iterator[Claim]:
     """Goal 9: 100,000 small arrays against one array of the same bytes."""
     for work in ("save", "restore"):
         for mib in sizes(run, work, "folder", "small"):
-            many, one = (run.select(work=work, where="folder", state=state, mib=mib, rival=OURS) for state in ("small", "one"))
+            many, one = (
+                run.select(work=work, where="folder", state=state, mib=mib, rival=OURS) for state in ("small", "one")
+            )
             found = [(a.seconds, b.seconds) for a, b in zip(many, one, strict=False)]
             what = f"{work} of 100,000 arrays / of one, folder, {size(mib)}"
             if not found:

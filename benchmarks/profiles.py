@@ -35,11 +35,21 @@ def only(groups: list[Group], works: list[str], states: list[str], names: list[s
     found = []
     for group in groups:
         kept = tuple(work for work in group.works if not works or work in works or (work == "save" and _needs(works)))
-        taking = tuple(name for name in group.rivals if not names or name == "ckptstore" or any(n in name for n in names))
+        taking = tuple(
+            name for name in group.rivals if not names or name == "ckptstore" or any(n in name for n in names)
+        )
         fits = (not states or group.state in states) and (not where or group.where in where)
         if fits and set(kept) & set(works or kept) and taking:
             found.append(replace(group, works=kept, rivals=taking))
     return found
+
+
+def sized(groups: list[Group], rounds: int | None, mib: int | None) -> list[Group]:
+    """The same groups with other rounds and sizes; groups that become equal are taken once."""
+    changed = [
+        replace(g, rounds=rounds or g.rounds, mib=g.mib if g.state == "epochs" else mib or g.mib) for g in groups
+    ]
+    return list(dict.fromkeys(changed))
 
 
 def _needs(works: list[str]) -> bool:

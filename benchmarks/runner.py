@@ -185,7 +185,11 @@ def machine() -> dict[str, Any]:
     from importlib.metadata import version
 
     release = platform.freedesktop_os_release().get("PRETTY_NAME", "") if sys.platform == "linux" else ""
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
     disk = os.statvfs(tempfile.gettempdir())
     return {
         "processor": names[0] if names else platform.machine(),

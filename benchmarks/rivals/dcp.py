@@ -121,4 +121,3 @@ class DcpFsspec(Dcp):
 
 
 DCP: tuple[type[Rival], ...] = (DcpSynced, Dcp, DcpAsync, DcpFsspec)
-

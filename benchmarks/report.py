@@ -1,0 +1,177 @@
+"""What is made from a run's JSON file and from nothing else: tables for a terminal, and ``docs/benchmarks.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from benchmarks import plots
+from benchmarks.goals import MISSED, REACHED, UNKNOWN, Claim, claims
+from benchmarks.losses import losses
+from benchmarks.samples import Run
+from benchmarks.tables import Table, tables
+
+STYLES = {REACHED: "green", MISSED: "bold red", UNKNOWN: "yellow"}
+
+HEAD = """\
+# Benchmarks
+
+    make bench                                       # all goals on states of 0.25 GiB, {quick}
+    make bench-full                                  # all states, sizes and rivals, {full}
+    python -m benchmarks quick --only save --state adam --rival torch.save
+    python -m benchmarks report RESULT.json          # writes this page and its pictures from a result
+    ckptstore bench s3://my-bucket/some/prefix       # your own store; needs neither torch nor this folder
+
+This page was written by the third of the harness's parts, from [benchmarks.json](benchmarks.json): every number and verdict comes from there. Yours
+will differ: run it.
+"""
+
+HOW = """\
+## How it is measured
+
+- **Each measurement is a fresh process.** The rivals take turns, in opposite order every other round; the first round does not count, and before each
+  measurement the disk has written what earlier ones left. *time* is the median; *spread* the smallest and the largest; *× ckptstore* is the
+  median of the ratios within a round. Ratios in the goals are of that kind too.
+- **Everything restored is compared** with what was saved, outside the time; a rival that gives other bytes is reported below as failed and has no row.
+- **Restores fill a state that exists already** where the rival can, and read from the page cache; *without page cache* reads from the disk.
+- **CPU** is that of the process, not of a server. **memory** is the peak of resident memory above what was there before, and above the state itself.
+  **requests** are HTTP requests where they could be counted (s3fs's client), else calls of the store; the Rust clients of obstore and
+  s3torchconnector cannot be counted. **ratio** is bytes of the state to bytes stored.
+- **Durable and other rows never share a table.** Durable means: what was saved survives a crash of the machine once the call has returned. What
+  a rival leaves out (an fsync) is added in a row of its own, which says so.
+- *In italics*: no checkpoints but limits: the same bytes without names, structure or checks.
+- What is not timed: opening the connection and the repository. Saves go to an empty place, so that nothing can be reused.
+- The S3 server is SeaweedFS on the same cores: a comparison of clients, which says nothing about a real network or a cloud.
+"""
+
+
+def page(run: Run, folder: Path) -> str:
+    """``docs/benchmarks.md``; ``folder`` is where it will lie, for the pictures."""
+    parts = [HEAD.format(quick="some five minutes on two cores", full="some hours")]
+    parts += [
+        "## Goals\n",
+        _goals(run),
+        "## Where we lose\n",
+        *_losses(run),
+        "## The machine and the run\n",
+        _machine(run),
+    ]
+    parts += [
+        HOW,
+        "### States\n",
+        *_states(run),
+        "\n### Rivals, and how they are used\n",
+        *_rivals(run),
+        *_troubles(run),
+    ]
+    parts += [_pictures(folder), "## Durable\n", *(t.markdown() for t in tables(run, durable=True))]
+    rest = [t.markdown() for t in tables(run, durable=False)]
+    parts += ["## Not durable, or no storage at all\n", *rest] if rest else []
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def write(run: Run, json_file: Path, folder: Path) -> str:
+    """Write the page, its pictures and the JSON it was made from; what could not be made, or nothing."""
+    reason = plots.available()
+    if not reason:
+        plots.draw(run, folder / "benchmarks")
+    run.write(folder / "benchmarks.json")
+    (folder / "benchmarks.md").write_text(page(run, folder))
+    return reason
+
+
+def show(run: Run, console: Console) -> None:
+    """All tables and the verdicts, on a terminal."""
+    for table in tables(run):
+        console.print(_rich(table))
+    view = RichTable(title="Goals", title_justify="left")
+    for column in ("", "what", "promised", "measured", "verdict", "detail"):
+        view.add_column(column, overflow="fold")
+    for claim in claims(run):
+        style = STYLES.get(claim.verdict, "")
+        view.add_row(
+            str(claim.goal),
+            claim.what,
+            claim.target,
+            claim.measured,
+            f"[{style}]{claim.verdict}[/]" if style else claim.verdict,
+            claim.detail,
+        )
+    console.print(view)
+    for line in losses(run):
+        console.print(f"[red]-[/] {line}", highlight=False)
+    for trouble in run.troubles:
+        word = "failed" if trouble.error else "not measured"
+        console.print(
+            f"[yellow]{word}[/]: {trouble.rival or 'state'}, {trouble.work}, {trouble.where}, {trouble.state}: {trouble.reason}"
+        )
+
+
+def _rich(table: Table) -> RichTable:
+    view = RichTable(title=table.title, title_justify="left")
+    for column in table.columns:
+        view.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in table.rows:
+        view.add_row(*row)
+    return view
+
+
+def _goals(run: Run) -> str:
+    found = claims(run)
+    count = {verdict: sum(claim.verdict == verdict for claim in found) for verdict in (REACHED, MISSED, UNKNOWN)}
+    head = f"{count[REACHED]} claims reached, {count[MISSED]} not reached, {count[UNKNOWN]} not measured.\n"
+    lines = [
+        head,
+        "| goal | what | promised | measured | verdict | detail |",
+        "| ---: | --- | --- | ---: | --- | --- |",
+    ]
+    lines += [_goal_row(claim) for claim in found]
+    return "\n".join(lines) + "\n"
+
+
+def _goal_row(claim: Claim) -> str:
+    verdict = f"**{claim.verdict}**" if claim.verdict == MISSED else claim.verdict
+    return f"| {claim.goal} | {claim.what} | {claim.target} | {claim.measured} | {verdict} | {claim.detail.replace('|', '/')} |"
+
+
+def _losses(run: Run) -> Iterator[str]:
+    found = [f"- {line}" for line in losses(run)]
+    yield "Found in the samples: a time of 1.1 times or more that of another row of the same table, 32 MiB more memory, more bytes stored, and goals\nthat are not reached.\n"
+    yield "\n".join(found or ["- Nowhere in this run."]) + "\n"
+
+
+def _machine(run: Run) -> str:
+    lines = [f"- {name}: {value}" for name, value in run.machine.items()]
+    lines.append(
+        f"- measured by `{run.command}` in {run.seconds / 60:.0f} minutes: {len(run.samples)} measurements that count"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _states(run: Run) -> Iterator[str]:
+    for facts in run.states:
+        yield f"- **{facts['state']}**, {facts['nbytes'] / 1e6:.1f} MB in {facts['tensors']:,} tensors: {facts['about']}."
+
+
+def _rivals(run: Run) -> Iterator[str]:
+    for name, facts in run.rivals.items():
+        kind = "" if facts["durable"] or "codec" in name else " **Not durable.**"
+        yield f"- **{name}**: {facts['about']}.{kind}"
+
+
+def _troubles(run: Run) -> Iterator[str]:
+    if run.troubles:
+        yield "\n### Not measured\n"
+    for t in run.troubles:
+        word = "failed" if t.error else "left out"
+        yield f"- {t.rival or t.state} ({t.work}, {t.where}, {t.state}): {word}: {t.reason}"
+
+
+def _pictures(folder: Path) -> str:
+    found = sorted((folder / "benchmarks").glob("*.svg"))
+    return (
+        "\n## Pictures\n\n" + "\n".join(f"![{path.stem}](benchmarks/{path.name})\n" for path in found) if found else ""
+    )
