@@ -16,7 +16,7 @@ from ckptstore import errors, manifest
 from ckptstore.cli._app import exit_code, message_of
 from tests.cli.conftest import Run, chunks_of, flip
 
-COMMANDS = ("ls", "show", "save", "restore", "verify", "demo")
+COMMANDS = ("ls", "show", "save", "restore", "verify", "bench", "demo")
 
 
 # ---- the command itself ----------------------------------------------------------------------------------------
