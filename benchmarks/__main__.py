@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import profiles, report
+from benchmarks import plots, profiles, report
 from benchmarks.rivals import ALL
 from benchmarks.runner import Runner, machine
 from benchmarks.samples import Run, read
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{kind.name}: {reason or kind.about}", markup=False, highlight=False)
         return 0
     if given.profile == "report":
-        reason = report.write(read(given.result), given.result, given.docs)
+        reason = report.write(read(given.result), given.docs)
         console.print(f"wrote {given.docs / 'benchmarks.md'}" + (f"; no pictures: {reason}" if reason else ""))
         return 0
     return _measure(given, console, sys.argv[1:] if argv is None else argv)
@@ -76,6 +76,8 @@ def _measure(given: argparse.Namespace, console: Console, argv: list[str]) -> in
     finally:  # what was measured until Ctrl-C is worth keeping
         result.seconds = round(time.monotonic() - begun, 1)
         result.write(path)
+    if not plots.available():
+        plots.draw(result, path.with_suffix(""), ("png", "svg"))
     report.show(result, console)
     console.print(f"{len(result.samples)} measurements in {result.seconds / 60:.1f} minutes; wrote {path}")
     return int(any(trouble.error for trouble in result.troubles))

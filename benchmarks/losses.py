@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.goals import MISSED, OURS, claims, size
+from benchmarks.claims import MISSED, OURS, size
+from benchmarks.goals import claims
 from benchmarks.samples import Run, Sample, median, pairs
 from benchmarks.tables import PLACES, TITLES
 
@@ -27,8 +28,7 @@ def losses(run: Run) -> Iterator[str]:
             yield from _larger(ours, samples, others)
     for claim in claims(run):
         if claim.verdict == MISSED:
-            detail = f" ({claim.detail})" if claim.detail else ""
-            yield f"Goal {claim.goal} is not reached: {claim.what}: {claim.measured}, promised {claim.target}{detail}."
+            yield f"Goal {claim.goal} is not reached: {claim.what}: {claim.measured}, promised {claim.target}."
 
 
 def _name(one: Sample) -> str:

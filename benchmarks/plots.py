@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.goals import OURS, size
+from benchmarks.claims import OURS, size
 from benchmarks.samples import Run, Sample, median
 from benchmarks.tables import PLACES, TITLES
 

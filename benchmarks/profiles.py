@@ -20,6 +20,7 @@ class Group:
         works: done one after the other by each rival in its turn; what needs something saved follows ``save``.
         mib: the size of the state; for works on big repositories, the number of epochs.
         rounds: how often each is measured; one more round goes before and does not count.
+        versus: another state that each rival takes on right after ``state``, so that both can be compared.
     """
 
     works: tuple[str, ...]
@@ -28,6 +29,12 @@ class Group:
     mib: int
     rivals: tuple[str, ...]
     rounds: int
+    versus: str = ""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states of a turn."""
+        return (self.state, self.versus) if self.versus else (self.state,)
 
 
 def only(groups: list[Group], works: list[str], states: list[str], names: list[str], where: list[str]) -> list[Group]:
@@ -38,7 +45,7 @@ def only(groups: list[Group], works: list[str], states: list[str], names: list[s
         taking = tuple(
             name for name in group.rivals if not names or name == "ckptstore" or any(n in name for n in names)
         )
-        fits = (not states or group.state in states) and (not where or group.where in where)
+        fits = (not states or {*group.states} & {*states}) and (not where or group.where in where)
         if fits and set(kept) & set(works or kept) and taking:
             found.append(replace(group, works=kept, rivals=taking))
     return found
@@ -69,8 +76,7 @@ def quick() -> list[Group]:
         Group(("again",), FOLDER, "lora", QUARTER, ("ckptstore", "blake3"), 3),
         Group(("codec",), "memory", "dense-fp32", 64, ("ckptstore", "ZipNN", "memcpy"), 1),
         Group(("codec",), "memory", "dense-bf16", 64, ("ckptstore", "ZipNN", "memcpy"), 1),
-        Group(both, FOLDER, "small", 64, ("ckptstore",), 2),
-        Group(both, FOLDER, "one", 64, ("ckptstore",), 2),
+        Group(both, FOLDER, "small", 64, ("ckptstore",), 2, versus="one"),
         Group(("latest",), FOLDER, "epochs", 10_000, ("ckptstore",), 1),
         Group(both, FOLDER, "dense-fp32", ONE, ("ckptstore",), 1),
         Group(both, S3, "adam", QUARTER, (*s3, "torch DCP, FsspecWriter"), 2),
@@ -95,8 +101,7 @@ def _folder() -> list[Group]:
         Group(every, FOLDER, "adam", QUARTER, all_of("save"), 5),
         Group(both, FOLDER, "dense-fp32", QUARTER, all_of("save"), 5),
         *(Group(both, FOLDER, state, QUARTER, durable, 5) for state in ("dense-bf16", "sparse", "random")),
-        Group(both, FOLDER, "small", QUARTER, tuple(name for name in durable if "DCP" not in name), 3),
-        Group(both, FOLDER, "one", QUARTER, durable, 3),
+        Group(both, FOLDER, "small", QUARTER, tuple(name for name in durable if "DCP" not in name), 3, versus="one"),
         Group(both, FOLDER, "lora", QUARTER, durable, 3),
     ]
     groups += [Group(both, FOLDER, state, ONE, durable, 3) for state in ("adam", "dense-fp32")]

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks import plots
-from benchmarks.goals import MISSED, REACHED, UNKNOWN, Claim, claims
+from benchmarks.claims import MISSED, REACHED, UNKNOWN, Claim
+from benchmarks.goals import claims
 from benchmarks.losses import losses
 from benchmarks.samples import Run
 from benchmarks.tables import Table, tables
@@ -19,38 +20,46 @@ STYLES = {REACHED: "green", MISSED: "bold red", UNKNOWN: "yellow"}
 HEAD = """\
 # Benchmarks
 
-    make bench                                       # all goals on states of 0.25 GiB, {quick}
-    make bench-full                                  # all states, sizes and rivals, {full}
-    python -m benchmarks quick --only save --state adam --rival torch.save
-    python -m benchmarks report RESULT.json          # writes this page and its pictures from a result
-    ckptstore bench s3://my-bucket/some/prefix       # your own store; needs neither torch nor this folder
+```text
+make bench                                       # all goals on states of 0.25 GiB: some five minutes on two cores
+make bench-full                                  # all states, sizes and rivals: some two hours
+python -m benchmarks quick --only save --state adam --rival torch.save    # only these (--list shows the rivals)
+python -m benchmarks report RESULT.json          # writes this page and its pictures from a result
+ckptstore bench s3://my-bucket/some/prefix       # your own store; needs neither torch nor this folder
+```
 
-This page was written by the third of the harness's parts, from [benchmarks.json](benchmarks.json): every number and verdict comes from there. Yours
-will differ: run it.
+The first run trains the model that all states come from, once: another minute or two. Results lie in
+`benchmarks/results/`. This page was written by `report` from [benchmarks.json](benchmarks.json), where every single
+measurement is: all numbers and verdicts come from there. Yours will differ: run it.
 """
 
 HOW = """\
 ## How it is measured
 
-- **Each measurement is a fresh process.** The rivals take turns, in opposite order every other round; the first round does not count, and before each
-  measurement the disk has written what earlier ones left. *time* is the median; *spread* the smallest and the largest; *× ckptstore* is the
-  median of the ratios within a round. Ratios in the goals are of that kind too.
-- **Everything restored is compared** with what was saved, outside the time; a rival that gives other bytes is reported below as failed and has no row.
-- **Restores fill a state that exists already** where the rival can, and read from the page cache; *without page cache* reads from the disk.
-- **CPU** is that of the process, not of a server. **memory** is the peak of resident memory above what was there before, and above the state itself.
-  **requests** are HTTP requests where they could be counted (s3fs's client), else calls of the store; the Rust clients of obstore and
-  s3torchconnector cannot be counted. **ratio** is bytes of the state to bytes stored.
-- **Durable and other rows never share a table.** Durable means: what was saved survives a crash of the machine once the call has returned. What
-  a rival leaves out (an fsync) is added in a row of its own, which says so.
-- *In italics*: no checkpoints but limits: the same bytes without names, structure or checks.
-- What is not timed: opening the connection and the repository. Saves go to an empty place, so that nothing can be reused.
-- The S3 server is SeaweedFS on the same cores: a comparison of clients, which says nothing about a real network or a cloud.
+- **Each measurement is a fresh process.** The rivals take turns, in opposite order every other round; the first round
+  does not count, and before each measurement the disk has written what earlier ones left. *time* is the median,
+  *spread* the smallest and the largest; *× ckptstore*, and each ratio in the goals, is the median of the ratios within
+  a round.
+- **Everything restored is compared** with what was saved, outside the time. A rival that fails or gives other bytes is
+  listed below and has no row.
+- **Restores fill a state that exists already** where the rival can, and read from the page cache; *without page cache*
+  reads from the disk.
+- **CPU** is that of the process, not of a server. **memory** is the peak of resident memory above what was there
+  before, and above the state itself. **stored** is what lies on the store, **ratio** the state's bytes to that.
+- **requests** are HTTP requests where they can be counted (s3fs's client), else ckptstore's calls of the store. Those
+  of obstore and s3torchconnector, which bring clients of their own, cannot be counted.
+- **Durable and other rows never share a table.** Durable: what was saved survives a crash of the machine once the
+  call has returned. What a rival leaves out (an fsync) is added in a row of its own, whose name says so.
+- *In italics*: no checkpoints but limits, the same bytes without names, structure or checks.
+- Not timed: opening the connection and the repository. Saves go to an empty place, so that nothing can be reused.
+- The S3 server is SeaweedFS on the same cores: a comparison of clients, which says nothing about a real network or a
+  cloud.
 """
 
 
 def page(run: Run, folder: Path) -> str:
     """``docs/benchmarks.md``; ``folder`` is where it will lie, for the pictures."""
-    parts = [HEAD.format(quick="some five minutes on two cores", full="some hours")]
+    parts = [HEAD]
     parts += [
         "## Goals\n",
         _goals(run),
@@ -73,10 +82,12 @@ def page(run: Run, folder: Path) -> str:
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def write(run: Run, json_file: Path, folder: Path) -> str:
-    """Write the page, its pictures and the JSON it was made from; what could not be made, or nothing."""
+def write(run: Run, folder: Path) -> str:
+    """Write the page, its pictures and the JSON it was made from; why there are no new pictures, or nothing."""
     reason = plots.available()
     if not reason:
+        for old in (folder / "benchmarks").glob("*.svg"):
+            old.unlink()
         plots.draw(run, folder / "benchmarks")
     run.write(folder / "benchmarks.json")
     (folder / "benchmarks.md").write_text(page(run, folder))
@@ -105,9 +116,8 @@ def show(run: Run, console: Console) -> None:
         console.print(f"[red]-[/] {line}", highlight=False)
     for trouble in run.troubles:
         word = "failed" if trouble.error else "not measured"
-        console.print(
-            f"[yellow]{word}[/]: {trouble.rival or 'state'}, {trouble.work}, {trouble.where}, {trouble.state}: {trouble.reason}"
-        )
+        what = ", ".join(filter(None, (trouble.rival, trouble.work, trouble.where, trouble.state)))
+        console.print(f"{word}: {what}: {trouble.reason}", style="yellow", markup=False, highlight=False)
 
 
 def _rich(table: Table) -> RichTable:
@@ -134,12 +144,14 @@ def _goals(run: Run) -> str:
 
 def _goal_row(claim: Claim) -> str:
     verdict = f"**{claim.verdict}**" if claim.verdict == MISSED else claim.verdict
-    return f"| {claim.goal} | {claim.what} | {claim.target} | {claim.measured} | {verdict} | {claim.detail.replace('|', '/')} |"
+    cells = (str(claim.goal), claim.what, claim.target, claim.measured, verdict, claim.detail.replace("|", "/"))
+    return f"| {' | '.join(cells)} |"
 
 
 def _losses(run: Run) -> Iterator[str]:
     found = [f"- {line}" for line in losses(run)]
-    yield "Found in the samples: a time of 1.1 times or more that of another row of the same table, 32 MiB more memory, more bytes stored, and goals\nthat are not reached.\n"
+    yield "Found in the samples: against other rows of the same table, a time of 1.1 times or more, 32 MiB or more of"
+    yield "memory, or more bytes stored; and the goals that are not reached.\n"
     yield "\n".join(found or ["- Nowhere in this run."]) + "\n"
 
 
@@ -153,7 +165,8 @@ def _machine(run: Run) -> str:
 
 def _states(run: Run) -> Iterator[str]:
     for facts in run.states:
-        yield f"- **{facts['state']}**, {facts['nbytes'] / 1e6:.1f} MB in {facts['tensors']:,} tensors: {facts['about']}."
+        sizes = f"{facts['nbytes'] / 1e6:.1f} MB in {facts['tensors']:,} tensors"
+        yield f"- **{facts['state']}**, {sizes}: {facts['about']}."
 
 
 def _rivals(run: Run) -> Iterator[str]:
@@ -172,6 +185,5 @@ def _troubles(run: Run) -> Iterator[str]:
 
 def _pictures(folder: Path) -> str:
     found = sorted((folder / "benchmarks").glob("*.svg"))
-    return (
-        "\n## Pictures\n\n" + "\n".join(f"![{path.stem}](benchmarks/{path.name})\n" for path in found) if found else ""
-    )
+    shown = "\n".join(f"![{path.stem}](benchmarks/{path.name})\n" for path in found)
+    return f"\n## Pictures\n\n{shown}" if found else ""

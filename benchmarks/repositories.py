@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -86,9 +86,9 @@ def _many_manifests(place: Place, epochs: int) -> None:
                     file.write(body)
 
 
-def _sample(job: Job, cost: Any, found: dict[str, float]) -> Sample:
+def _sample(job: Job, cost: Any, found: Mapping[str, float]) -> Sample:
     return Sample(
         work=job.work, where=job.place.where, state=job.state, mib=job.mib, rival=job.rival, round=job.round,
         durable=True, seconds=cost.seconds, cpu=cost.cpu, peak=cost.peak, nbytes=0,
-        requests=cost.requests if job.place.remote else None, facts=found,
+        requests=cost.requests if job.place.remote else None, facts=dict(found),
     )  # fmt: skip

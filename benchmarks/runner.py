@@ -11,11 +11,13 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+import ckptstore
 from benchmarks.codec import ABOUT as CODECS_ABOUT
 from benchmarks.process import Failure, run
 from benchmarks.profiles import Group
@@ -58,32 +60,45 @@ class Runner:
 
     def _group(self, group: Group) -> None:
         root = self._root(group.where)
-        if group.works[0] not in NO_STATE and not self._know(group):
+        if group.works[0] not in NO_STATE and not all(self._know(state, group.mib) for state in group.states):
             return
         names = [name for name in group.rivals if self._is_available(group, name)]
         for turn in range(group.rounds + 1):
             for name in names[:] if turn % 2 else names[::-1]:
-                place = Place(f"{root.path}/{uuid.uuid4().hex}", root.options)
-                taken, trouble = self._turn(group, name, place, turn)
-                self._result.samples += taken if turn else []
+                taken, trouble = self._turn(group, name, root, turn)
                 if trouble is not None:
-                    self._result.troubles.append(trouble)
+                    self._give_up(group, name, trouble)
                     names.remove(name)
-                remove(place)
+                elif turn:
+                    self._result.samples += taken
             self._tidy(group.where)
 
-    def _turn(self, group: Group, name: str, place: Place, turn: int) -> tuple[list[Sample], Trouble | None]:
+    def _turn(self, group: Group, name: str, root: Place, turn: int) -> tuple[list[Sample], Trouble | None]:
         taken: list[Sample] = []
-        for work in group.works:
-            if group.where != "memory" and group.works[0] not in NO_STATE and work not in ALL[name].works:
-                continue
-            expected = self._expected(group, work)
-            found = self._run(Job(work, group.state, group.mib, name, place, turn, expected))
-            if isinstance(found, Failure):
-                self._console.print(f"[red]{work} by {name}: {found.reason}[/]\n[dim]{found.trace}[/]", highlight=False)
-                return taken, Trouble(work, group.where, group.state, name, found.reason, error=True)
-            taken.append(found)
+        for state in group.states:
+            place = Place(root.path and f"{root.path}/{uuid.uuid4().hex}", root.options)
+            for work in group.works:
+                if group.where != "memory" and work not in NO_STATE and work not in ALL[name].works:
+                    continue
+                expected = self._expected(state, group.mib, work)
+                found = self._run(Job(work, state, group.mib, name, place, turn, expected))
+                if isinstance(found, Failure):
+                    self._console.print(f"{work} by {name}: {found.reason}\n{found.trace}", style="red", markup=False)
+                    remove(place)
+                    return taken, Trouble(work, group.where, state, name, found.reason, error=True)
+                taken.append(found)
+            remove(place)
         return taken, None
+
+    def _give_up(self, group: Group, name: str, trouble: Trouble) -> None:
+        """A rival that failed once has no rows: not those of rounds in which it seemed to work either."""
+        self._result.troubles.append(trouble)
+        of_group = (group.where, group.mib, name)
+        self._result.samples = [
+            s
+            for s in self._result.samples
+            if (s.where, s.mib, s.rival) != of_group or s.work not in group.works or s.state not in group.states
+        ]
 
     def _run(self, job: Job) -> Any:
         """One measurement in a fresh process, on a disk that has nothing left to write."""
@@ -100,34 +115,33 @@ class Runner:
         finally:
             process.join()
 
-    def _know(self, group: Group) -> bool:
-        key = (group.state, group.mib)
+    def _know(self, state: str, mib: int) -> bool:
+        key = (state, mib)
         if key not in self._facts:
             found = self._run(Job("facts", *key, "", Place("")))
             if isinstance(found, Failure):
-                self._console.print(f"[red]{found.trace}[/]", highlight=False)
-                trouble = Trouble("facts", group.where, group.state, "", found.reason, error=True)
-                self._result.troubles.append(trouble)
+                self._console.print(found.trace, style="red", markup=False)
+                self._result.troubles.append(Trouble("facts", "", state, "", found.reason, error=True))
                 return False
             self._facts[key] = found
             self._result.states.append(found)
         return True
 
-    def _expected(self, group: Group, work: str) -> str:
-        facts = self._facts.get((group.state, group.mib), {})
+    def _expected(self, state: str, mib: int, work: str) -> str:
+        facts = self._facts.get((state, mib), {})
         return str(facts.get("digest of a part" if work == "partial" else "digest", ""))
 
     def _is_available(self, group: Group, name: str) -> bool:
         if group.where == "memory":
             self._result.rivals.setdefault(f"{name} (codec)", {"about": CODECS_ABOUT[name], "durable": False})
-            return True
-        kind = ALL[name]
-        self._result.rivals.setdefault(name, {"about": kind.about, "durable": kind.durable, "limit": kind.limit})
-        reason = kind.unavailable()
-        if not reason and "stall" in group.works and name == "ckptstore":
-            import ckptstore
-
-            reason = "" if hasattr(ckptstore.Repository, "save_async") else "this ckptstore has no save_async"
+            reason = "not installed: zipnn" if name == "ZipNN" and find_spec("zipnn") is None else ""
+        else:
+            kind = ALL[name]
+            facts = {"about": kind.about, "durable": kind.durable, "limit": kind.limit}
+            self._result.rivals.setdefault(name, facts)
+            reason = kind.unavailable()
+            if "stall" in group.works and name == "ckptstore" and not hasattr(ckptstore.Repository, "save_async"):
+                reason = "this ckptstore has no save_async"
         if reason:
             self._result.troubles.append(
                 Trouble(", ".join(group.works), group.where, group.state, name, reason, error=False)
@@ -150,6 +164,8 @@ class Runner:
 
 def remove(place: Place) -> None:
     """Make room for the next one."""
+    if not place.path:
+        return
     if not place.remote:
         shutil.rmtree(place.path, ignore_errors=True)
         return

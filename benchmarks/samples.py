@@ -113,7 +113,7 @@ def read(path: Path) -> Run:
 
 def median(samples: list[Sample], what: str = "seconds") -> float:
     """The median of a field."""
-    return statistics.median(getattr(sample, what) for sample in samples)
+    return float(statistics.median(getattr(sample, what) for sample in samples))
 
 
 def pairs(ours: list[Sample], theirs: list[Sample]) -> list[float]:

@@ -1,8 +1,9 @@
 """The states that are saved and restored, by name; all but their scale comes from one really trained model.
 
-How far a checkpoint shrinks depends on what training leaves in it, so nothing here is made up: what the cached
-training state (``train.py``) is too small for is filled with copies of it, each scaled by another number. Scaling gives every copy
-mantissas of its own and keeps the distribution, so no copy can be stored as a repetition of another.
+How far a checkpoint shrinks depends on what training leaves in it, so (but for ``random``) nothing here is made up:
+what the cached training state (``train.py``) is too small for is filled with copies of it, each scaled by another
+number. Scaling gives every copy mantissas of its own and keeps the distribution, so no copy can be stored as a
+repetition of another.
 """
 
 from __future__ import annotations

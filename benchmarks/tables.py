@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.goals import OURS, size, time
+from benchmarks.claims import OURS, size, time
 from benchmarks.samples import Run, Sample, median, pairs
 
 MB = 1e6
@@ -64,7 +64,7 @@ def table(samples: list[Sample], run: Run) -> Table:
     ours = [s for s in samples if s.rival == OURS]
     rows = [_row(name, [s for s in samples if s.rival == name], ours, run) for name in names]
     columns = ("", "time", "spread", "MB/s", "× ckptstore", "CPU", "memory", "stored", "ratio", *_more(one))
-    if not ours:
+    if not ours or len(names) == 1:
         rows, columns = _without(rows, 4), (*columns[:4], *columns[5:])
     filled = [at for at in range(len(columns)) if at == 0 or any(row[at] for row in rows)]
     rows = [tuple(row[at] for at in filled) for row in rows]

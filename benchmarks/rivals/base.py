@@ -83,7 +83,7 @@ class Rival(ABC):
         missing = [name for name in cls.needs if importlib.util.find_spec(name) is None]
         return f"not installed: {', '.join(missing)}" if missing else ""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to do)
         """Get ready, not timed: connections, folders, an open repository."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Rival(ABC):
         """More numbers about what was just done."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release what ``prepare`` opened."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,7 +24,7 @@ class Dcp(Rival):
     name = "torch DCP"
     about = "`FileSystemWriter(sync_files=False, thread_count=2)`, `no_dist`; loads in place. Nothing is synced"
     durable = False
-    works = ("save", "restore", "partial")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "partial")
     sync = False
 
     def prepare(self) -> None:
@@ -63,7 +63,7 @@ class DcpSynced(Dcp):
     name = "torch DCP + fsync"
     about = "`FileSystemWriter(sync_files=True, thread_count=2)`, `no_dist`; fsync of the folders added"
     durable = True
-    works = ("save", "restore", "restore cold", "partial")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial")
     sync = True
 
     def save(self, state: State, number: int) -> None:
@@ -76,7 +76,7 @@ class DcpAsync(Dcp):
 
     name = "torch DCP async"
     about = "`async_save` in a thread, `DefaultStager` that keeps its staging copy, synced files, a gloo group"
-    works = ("stall",)
+    works: ClassVar[tuple[str, ...]] = ("stall",)
     sync = True
 
     def prepare(self) -> None:
@@ -104,8 +104,8 @@ class DcpFsspec(Dcp):
     name = "torch DCP, FsspecWriter"
     about = "`FsspecWriter(thread_count=2)` and `FsspecReader` over s3fs, `no_dist`. Durable: the server has answered"
     durable = True
-    where = (S3,)
-    works = ("save", "restore")
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore")
 
     def prepare(self) -> None:
         super().prepare()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,8 +18,8 @@ class TorchSave(Rival):
     about = "`torch.save`, `torch.load(weights_only=True)`. Nothing is synced"
     durable = False
     in_place = False
-    where = (FOLDER,)
-    works = ("save", "restore", "partial", "again")
+    where: ClassVar[tuple[str, ...]] = (FOLDER,)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "partial", "again")
 
     def prepare(self) -> None:
         os.makedirs(self.place.path, exist_ok=True)
@@ -42,7 +42,7 @@ class TorchSaveSynced(TorchSave):
     name = "torch.save + fsync"
     about = "`torch.save` into a scratch file; fsync of file and folder and a rename added, as careful trainers do"
     durable = True
-    works = ("save", "restore", "restore cold", "partial", "again")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial", "again")
 
     def save(self, state: State, number: int) -> None:
         torch.save(state, self.path + ".tmp")
@@ -58,8 +58,8 @@ class Safetensors(Rival):
     about = "`save_file`, `load_file`; tensors only, tied ones once. Nothing is synced"
     durable = False
     in_place = False
-    works = ("save", "restore", "partial")
-    needs = ("safetensors",)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "partial")
+    needs: ClassVar[tuple[str, ...]] = ("safetensors",)
 
     def prepare(self) -> None:
         os.makedirs(self.place.path, exist_ok=True)
@@ -91,7 +91,7 @@ class SafetensorsSynced(Safetensors):
     name = "safetensors + fsync"
     about = "`save_file`; fsync of file and folder added"
     durable = True
-    works = ("save", "restore", "restore cold", "partial")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial")
 
     def save(self, state: State, number: int) -> None:
         super().save(state, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import blake3
 import numpy as np
@@ -23,7 +23,7 @@ class PlainFile(Rival):
     name = "plain file"
     about = "`write` of all bytes into one file, fsync of file and folder; `readinto` the same buffers"
     limit = True
-    works = ("save", "restore", "restore cold", "again")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "again")
 
     def prepare(self) -> None:
         os.makedirs(self.place.path, exist_ok=True)
@@ -56,8 +56,8 @@ class Memcpy(Rival):
     about = "a copy in memory: no storage at all"
     limit = True
     durable = False
-    works = ("save", "stall")
-    where = (FOLDER,)
+    works: ClassVar[tuple[str, ...]] = ("save", "stall")
+    where: ClassVar[tuple[str, ...]] = (FOLDER,)
 
     def save(self, state: State, number: int) -> None:
         source = pieces(state)
@@ -78,7 +78,7 @@ class Hashing(Rival):
     about = "BLAKE3 of all bytes, 32 MiB at a time, with as many threads as ckptstore takes: no storage at all"
     limit = True
     durable = False
-    works = ("again",)
+    works: ClassVar[tuple[str, ...]] = ("again",)
 
     def save(self, state: State, number: int) -> None:
         with ThreadPoolExecutor(cores()) as pool:
@@ -92,7 +92,7 @@ class S3fsParts(Rival):
     about = "s3fs `pipe_file` and `cat_file` of 32 MiB parts in 8 threads. Durable: the server has answered"
     limit = True
     in_place = False
-    where = (S3,)
+    where: ClassVar[tuple[str, ...]] = (S3,)
 
     def prepare(self) -> None:
         self.fs = self.place.client()
@@ -117,8 +117,8 @@ class ObstoreParts(Rival):
     about = "obstore `put` and `get` of 32 MiB parts in 8 threads. Durable: the server has answered"
     limit = True
     in_place = False
-    where = (S3,)
-    needs = ("obstore",)
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    needs: ClassVar[tuple[str, ...]] = ("obstore",)
 
     def prepare(self) -> None:
         from obstore.store import S3Store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,10 +15,10 @@ class TorchS3fs(Rival):
     """``torch.save`` into memory, then s3fs."""
 
     name = "torch.save + s3fs"
-    about = "`torch.save` into memory, then one `pipe_file`; `cat_file`, then `torch.load`. Durable: the server has answered"
+    about = "`torch.save` into memory, one `pipe_file`; `cat_file`, `torch.load`. Durable: the server has answered"
     in_place = False
-    where = (S3,)
-    works = ("save", "restore", "again")
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "again")
 
     def prepare(self) -> None:
         self.fs = self.place.client()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import torch
@@ -19,7 +19,7 @@ class Orbax(Rival):
     about = "`PyTreeCheckpointer` (OCDBT, zarr3, its zstd) with a flat dict of NumPy arrays. Left as it is"
     durable = False
     in_place = False
-    needs = ("orbax.checkpoint",)
+    needs: ClassVar[tuple[str, ...]] = ("orbax.checkpoint",)
 
     @classmethod
     def unavailable(cls) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import ckptstore
 from benchmarks.rivals.base import FOLDER, S3, Rival
@@ -16,10 +16,13 @@ class Ckptstore(Rival):
     """A whole checkpoint, verified when it is read."""
 
     name = "ckptstore"
-    about = "`repo.save`, `repo.latest().load(into=)`, default codec. Durable: every file and folder is synced, or the server has answered"
-    where = (FOLDER, S3)
-    works = ("save", "restore", "restore cold", "partial", "again", "stall")
-    arguments: dict[str, Any] = {}  # noqa: RUF012 (each subclass has its own, nobody changes one)
+    about = (
+        "`repo.save`, `repo.latest().load(into=)`, default codec. Durable: every file and folder is synced, or the "
+        "server has answered"
+    )
+    where: ClassVar[tuple[str, ...]] = (FOLDER, S3)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial", "again", "stall")
+    arguments: ClassVar[dict[str, Any]] = {}
 
     def prepare(self) -> None:
         self.log = OpLog()
@@ -68,8 +71,8 @@ class CkptstoreRaw(Ckptstore):
 
     name = "ckptstore, codec raw"
     about = 'the same with `codec="raw"`: digests and structure, no compression'
-    works = ("save", "restore", "restore cold", "again")
-    arguments = {"codec": "raw"}  # noqa: RUF012
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "again")
+    arguments: ClassVar[dict[str, Any]] = {"codec": "raw"}
 
 
 class CkptstoreObstore(Ckptstore):
@@ -77,10 +80,10 @@ class CkptstoreObstore(Ckptstore):
 
     name = "ckptstore, obstore"
     about = 'the same with `transport="obstore"`'
-    where = (S3,)
-    works = ("save", "restore")
-    needs = ("obstore",)
-    arguments = {"transport": "obstore"}  # noqa: RUF012
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore")
+    needs: ClassVar[tuple[str, ...]] = ("obstore",)
+    arguments: ClassVar[dict[str, Any]] = {"transport": "obstore"}
 
     @classmethod
     def unavailable(cls) -> str:
@@ -94,8 +97,8 @@ class CkptstoreS3fs(CkptstoreObstore):
 
     name = "ckptstore, s3fs"
     about = 'the same with `transport="fsspec"`'
-    needs = ()
-    arguments = {"transport": "fsspec"}  # noqa: RUF012
+    needs: ClassVar[tuple[str, ...]] = ()
+    arguments: ClassVar[dict[str, Any]] = {"transport": "fsspec"}
 
 
 OURS: tuple[type[Rival], ...] = (Ckptstore, CkptstoreRaw, CkptstoreObstore, CkptstoreS3fs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,8 +20,8 @@ class S3Torch(Rival):
     name = "s3torchconnector"
     about = "`torch.save` to `S3Checkpoint.writer`, `torch.load` from its reader. Durable: the server has answered"
     in_place = False
-    where = (S3,)
-    needs = ("s3torchconnector",)
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    needs: ClassVar[tuple[str, ...]] = ("s3torchconnector",)
 
     def prepare(self) -> None:
         from s3torchconnector import S3Checkpoint
@@ -45,9 +45,9 @@ class S3TorchDcp(Dcp):
     name = "s3torchconnector, DCP"
     about = "`S3StorageWriter(thread_count=2)` and `S3StorageReader`, `no_dist`. Durable: the server has answered"
     durable = True
-    where = (S3,)
-    works = ("save", "restore")
-    needs = ("s3torchconnector",)
+    where: ClassVar[tuple[str, ...]] = (S3,)
+    works: ClassVar[tuple[str, ...]] = ("save", "restore")
+    needs: ClassVar[tuple[str, ...]] = ("s3torchconnector",)
 
     def prepare(self) -> None:
         super().prepare()

@@ -67,7 +67,7 @@ def bench(
     Example: [cyan]ckptstore bench s3://my-bucket/scratch --size 1GiB[/cyan]
     """
     nbytes = parse_size(state_size)
-    options = {"storage_options": storage_options(option), "unsafe_single_writer": unsafe}
+    options: dict[str, Any] = {"storage_options": storage_options(option), "unsafe_single_writer": unsafe}
     with _place(url, options) as (place, where):
         state = make_state(nbytes)
         found = Found(sum(array.nbytes for array in arrays(state)))
