@@ -58,6 +58,7 @@ def prepare(name: str, mib: int) -> Path:
     name = "one" if name == "small" else name
     path = CACHE / f"built-{name}-{mib}.pt"
     if not path.exists():
+        CACHE.mkdir(exist_ok=True)
         state = _BUILDERS[name](mib)
         scratch = path.with_suffix(f".{os.getpid()}")
         torch.save(state, scratch)
@@ -158,7 +159,7 @@ def parts(state: Any, limit: int = 32 * MIB) -> Iterator[list[Bytes]]:
 
 
 def _source(mib: int) -> str:
-    return "small" if mib < 64 else "full"
+    return "tiny" if mib < 64 else "full"
 
 
 @functools.lru_cache(maxsize=1)
