@@ -1,7 +1,7 @@
 """The states that are saved and restored, by name; all but their scale comes from one really trained model.
 
 How far a checkpoint shrinks depends on what training leaves in it, so (but for ``random``) nothing here is made up:
-what the cached training state (``train.py``) is too small for is filled with copies of it, each scaled by another
+what the cached training state (``make_state.py``) is too small for is filled with copies of it, each scaled by another
 number. Scaling gives every copy mantissas of its own and keeps the distribution, so no copy can be stored as a
 repetition of another.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.train import CACHE, cached
+from benchmarks.make_state import CACHE, cached
 
 MIB = 1024 * 1024
 SMALL_ARRAYS = 100_000

@@ -37,11 +37,10 @@ OURS = "ckptstore"
 
 def sample(work: str, rival: str, seconds: float, **more: Any) -> Iterator[Sample]:
     """Three rounds around ``seconds``."""
-    values = {"where": "folder", "state": "adam", "mib": 256, "durable": True, "nbytes": 256 * MIB, **more}
+    values: dict[str, Any] = {"where": "folder", "state": "adam", "mib": 256, "durable": True, "nbytes": 256 * MIB}
+    values |= {"peak": 0, "cpu": seconds, **more}
     for number, factor in enumerate((0.9, 1.0, 1.2), 1):
-        yield Sample(
-            work=work, rival=rival, round=number, seconds=seconds * factor, cpu=seconds, **{"peak": 0, **values}
-        )
+        yield Sample(work=work, rival=rival, round=number, seconds=seconds * factor, **values)
 
 
 def facts_of_save(extra: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A real training state for the benchmarks: ``python -m benchmarks.train [tiny|full]``.
+"""A real training state for the benchmarks: ``python -m benchmarks.make_state [tiny|small|full]``.
 
 A causal transformer is really trained with AdamW on the text of Python's own documentation. Made-up numbers would
 not do: how far a checkpoint shrinks depends on what training leaves in weights and moments. The state is
@@ -34,6 +34,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(width=128, layers=2, context=32, batch=4, steps=10),
+    "small": Size(width=256, layers=3, context=64, batch=8, steps=20),
     "full": Size(width=512, layers=7, context=128, batch=8, steps=60),
 }
 
