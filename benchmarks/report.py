@@ -61,12 +61,12 @@ def page(run: Run, folder: Path) -> str:
     """``docs/benchmarks.md``; ``folder`` is where it will lie, for the pictures."""
     parts = [HEAD]
     parts += [
+        "## The machine and the run\n",
+        _machine(run),
         "## Goals\n",
         _goals(run),
         "## Where we lose\n",
         *_losses(run),
-        "## The machine and the run\n",
-        _machine(run),
     ]
     parts += [
         HOW,
@@ -164,9 +164,12 @@ def _machine(run: Run) -> str:
 
 
 def _states(run: Run) -> Iterator[str]:
-    for facts in run.states:
-        sizes = f"{facts['nbytes'] / 1e6:.1f} MB in {facts['tensors']:,} tensors"
-        yield f"- **{facts['state']}**, {sizes}: {facts['about']}."
+    for name, about in {facts["state"]: facts["about"] for facts in run.states}.items():
+        found = sorted((facts["nbytes"], facts["tensors"]) for facts in run.states if facts["state"] == name)
+        sizes = "; ".join(
+            f"{nbytes / 1e6:.1f} MB in {tensors:,} tensor{'s' * (tensors > 1)}" for nbytes, tensors in found
+        )
+        yield f"- **{name}**: {about}: {sizes}."
 
 
 def _rivals(run: Run) -> Iterator[str]:

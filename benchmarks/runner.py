@@ -212,7 +212,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{round(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30)} GiB",
         "disk": f"{round(disk.f_blocks * disk.f_frsize / 2**30)} GiB",
-        "system": f"{platform.system()} {platform.release()}, {release}".rstrip(", "),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}, {release}".rstrip(", "),
         "python": platform.python_version(),
         "torch": version("torch"),
         "numpy": version("numpy"),

@@ -29,8 +29,8 @@ State = dict[str, Any]
 Bytes = npt.NDArray[np.uint8]
 
 ABOUT = {
-    "adam": "a transformer of 22 million parameters, really trained with AdamW: weights and both moments in fp32, "
-    "352 tensors (above 0.25 GiB: scaled copies of it)",
+    "adam": "a transformer of 22 million parameters, really trained with AdamW: weights and both moments in fp32 "
+    "(above 0.25 GiB: scaled copies of it)",
     "dense-fp32": "its weights alone, fp32, in scaled copies",
     "dense-bf16": "the same, rounded to bf16",
     "sparse": "its Adam moments with 70 % of the rows zero, as embeddings that are seldom hit leave them",

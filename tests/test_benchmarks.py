@@ -55,7 +55,7 @@ def made_up(bad: bool) -> Run:
     found: list[Sample] = []
     for state in ("adam", "dense-fp32", "random"):
         for where, clients in (("folder", ["plain file"]), ("s3", ["s3fs, 8 threads", "obstore, 8 threads"])):
-            kind = {"where": where, "state": state}
+            kind: dict[str, Any] = {"where": where, "state": state}
             for work in ("save", "restore"):
                 facts = facts_of_save(40 if bad else 5) if work == "save" else {}
                 found += sample(work, OURS, slow, peak=(300 if bad else 90) * MIB, facts=facts, **kind)
@@ -72,9 +72,9 @@ def made_up(bad: bool) -> Run:
     found += sample("stall", OURS, slow, facts={"until durable": 1.0})
     found += sample("stall", "memcpy", 1.0, durable=False, facts={"until durable": 1.0})
     for state in ("dense-fp32", "dense-bf16"):
-        kind = {"where": "memory", "state": state, "durable": False, "facts": {"decode": 0.1}}
-        found += sample("codec", OURS, 1.0 if bad else 0.2, stored=250 * MIB if bad else 160 * MIB, **kind)
-        found += sample("codec", "ZipNN", 0.4, stored=160 * MIB, **kind)
+        coded: dict[str, Any] = {"where": "memory", "state": state, "durable": False, "facts": {"decode": 0.1}}
+        found += sample("codec", OURS, 1.0 if bad else 0.2, stored=250 * MIB if bad else 160 * MIB, **coded)
+        found += sample("codec", "ZipNN", 0.4, stored=160 * MIB, **coded)
     moved = {"sent": 5e6 if bad else 2e6, "changed": 2.1e6}
     found += sample("again", OURS, slow, state="lora", facts=moved)
     found += sample("again", "blake3", 1.0, state="lora", durable=False)

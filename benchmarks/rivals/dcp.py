@@ -75,9 +75,11 @@ class DcpAsync(Dcp):
     """In the background."""
 
     name = "torch DCP async"
-    about = "`async_save` in a thread, `DefaultStager` that keeps its staging copy, synced files, a gloo group"
+    about = (
+        "`async_save` in a thread, `DefaultStager` that keeps its staging copy, a gloo group; files and folders synced"
+    )
+    durable = True
     works: ClassVar[tuple[str, ...]] = ("stall",)
-    sync = True
 
     def prepare(self) -> None:
         super().prepare()
@@ -91,7 +93,12 @@ class DcpAsync(Dcp):
         path = os.path.join(self.path, str(number))
         writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=THREADS)
         future: Any = dcp.async_save(state, storage_writer=writer, async_stager=self.stager)
-        return lambda: future.result() and None
+
+        def wait() -> None:
+            future.result()
+            sync_tree(path)
+
+        return wait
 
     def close(self) -> None:
         self.stager.close()
