@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-pytest.importorskip("torch")
+pytest.importorskip("torch.nn")
 
 from rich.console import Console
 
