@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,17 +124,21 @@ def read_chunks(
     is told of a CorruptionError, and the others go on.
     """
     rooms = Rooms()
+    decoding = threading.Semaphore(cores())  # more at once would take more memory and no less time
 
     def work(chunk: ChunkRef, _: None) -> None:
-        room, aside = rooms.take(chunk.stored_length + 1), rooms.take(chunk.raw_length)
+        room = rooms.take(chunk.stored_length + 1)
         try:
-            use(chunk, fetch_chunk(store, chunk, room), aside)
+            frame = fetch_chunk(store, chunk, room)
+            with decoding:
+                aside = rooms.take(chunk.raw_length)
+                use(chunk, frame, aside)
+                rooms.give(aside)
         except CorruptionError as error:
             if damaged is None:
                 raise
             damaged(chunk, error)
         rooms.give(room)
-        rooms.give(aside)
 
     with Pipeline(max(store.traits.concurrency, cores())) as pipeline:
         for chunk in chunks:
