@@ -25,7 +25,7 @@ from ckptstore.files import FileSource
 from ckptstore.known import Known, Place
 from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index, hasher
 from ckptstore.pace import Pace
-from ckptstore.pipeline import Pipeline, Rooms
+from ckptstore.pipeline import WINDOW, Pipeline, Rooms
 from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
@@ -115,7 +115,8 @@ class RecordWriter:
         self._meter = meter
         self._lock = threading.Lock()
         self._claimed: dict[str, Future[ChunkRef]] = {}
-        self._pipeline = Pipeline(store.traits.concurrency, cpu=cores)
+        window = WINDOW * 3 // 4 if store.traits.copies else WINDOW
+        self._pipeline = Pipeline(store.traits.concurrency, cpu=cores, window=window)
         self._rooms = Rooms()
         self._entries: list[RecordEntry] = []
         self._records: list[tuple[str, str, Any, _Layout]] = []

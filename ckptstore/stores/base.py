@@ -50,11 +50,13 @@ class StoreTraits:
         conditional_put: True when ``if_absent`` is known to be honoured, False when it is known
             to be ignored, None when only a probe can tell (see ``probe_conditional_put``).
         concurrency: how many requests it takes at once with profit.
+        copies: whether a put holds a copy of its body meanwhile, so that fewer bytes may be in flight (P6).
     """
 
     url: str
     conditional_put: bool | None
     concurrency: int
+    copies: bool = False
 
 
 class Store(ABC):

@@ -98,7 +98,7 @@ class RemoteStore(Store):
     @property
     def traits(self) -> StoreTraits:
         known = False if self._emulate else None
-        return StoreTraits(url=self._url, conditional_put=known, concurrency=self._concurrency)
+        return StoreTraits(url=self._url, conditional_put=known, concurrency=self._concurrency, copies=True)
 
     def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
         check_key(key)

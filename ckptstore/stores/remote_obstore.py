@@ -10,7 +10,6 @@ answer ranges with 200 or send clients to another region, and for uploads after 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import logging
@@ -19,9 +18,10 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -89,9 +89,16 @@ def untranslatable(options: Mapping[str, Any]) -> str | None:
 class TimedUpload(Upload):
     """The body of a put that shows no progress: it has a time limit in place of one between reads."""
 
+    def __init__(self, data: Any, size: int, too_slow: Callable[[], None]) -> None:
+        super().__init__(data, size)
+        self._too_slow = too_slow
+
     def overdue(self, stall: float) -> str | None:
         taken, limit = time.monotonic() - self.touched, stall + self.size / SLOWEST
-        return f"the upload was not through after {taken:.0f} s" if taken > limit else None
+        if taken <= limit:
+            return None
+        self._too_slow()
+        return f"the upload was not through after {taken:.0f} s"
 
 
 class Reply(Exception):
@@ -131,7 +138,10 @@ class ObstoreBackend(S3Backend):
 
     def upload(self, name: str, data: Body) -> Upload:
         plain = super().upload(name, data)
-        return plain if self._is_aside("put") else TimedUpload(plain.getvalue(), plain.size)
+        if self._is_aside("put"):
+            return plain
+        slow = partial(self._step_aside, "put", "an upload was too slow")
+        return TimedUpload(plain.getvalue(), plain.size, slow)
 
     async def put(self, fs: Any, name: str, body: Upload, create: bool) -> None:
         clients = await self._clients(fs) if isinstance(body, TimedUpload) else None
@@ -146,10 +156,6 @@ class ObstoreBackend(S3Backend):
                     clients.writing, name, body.getvalue(),
                     mode="create" if create else "overwrite", use_multipart=False,
                 )  # fmt: skip
-        except asyncio.CancelledError:
-            if body.overdue(self.stall):
-                self._step_aside("put", "an upload was too slow")
-            raise
         except Elsewhere:
             self._step_aside("all", "the bucket is elsewhere")
             await super().put(fs, name, body, create)
