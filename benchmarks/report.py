@@ -46,8 +46,8 @@ HOW = """\
   reads from the disk.
 - **CPU** is that of the process, not of a server. **memory** is the peak of resident memory above what was there
   before, and above the state itself. **stored** is what lies on the store, **ratio** the state's bytes to that.
-- **requests** are HTTP requests where they can be counted (s3fs's client), else ckptstore's calls of the store. Those
-  of obstore and s3torchconnector, which bring clients of their own, cannot be counted.
+- **requests** are HTTP requests where all can be counted (s3fs's client), else ckptstore's calls of the store. Those
+  that obstore and s3torchconnector send with clients of their own cannot be counted.
 - **Durable and other rows never share a table.** Durable: what was saved survives a crash of the machine once the
   call has returned. What a rival leaves out (an fsync) is added in a row of its own, whose name says so.
 - *In italics*: no checkpoints but limits, the same bytes without names, structure or checks.

@@ -90,5 +90,5 @@ def _sample(job: Job, cost: Any, found: Mapping[str, float]) -> Sample:
     return Sample(
         work=job.work, where=job.place.where, state=job.state, mib=job.mib, rival=job.rival, round=job.round,
         durable=True, seconds=cost.seconds, cpu=cost.cpu, peak=cost.peak, nbytes=0,
-        requests=cost.requests if job.place.remote else None, facts=dict(found),
+        requests=cost.requests if job.place.remote and cost.requests >= found["verbs"] else None, facts=dict(found),
     )  # fmt: skip

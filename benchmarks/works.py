@@ -20,7 +20,9 @@ STALLS = 3
 
 def sample(job: Job, rival: Rival, cost: Cost, nbytes: int, **more: Any) -> Sample:
     """A sample of what was measured."""
-    counted = job.place.remote and cost.requests > 0
+    found = rival.facts()
+    # Fewer than the store was called: another client than s3fs's carried some, and nobody counted those.
+    counted = job.place.remote and cost.requests >= max(found.get("verbs", 1), 1)
     return Sample(
         work=job.work,
         where=job.place.where,
@@ -33,7 +35,7 @@ def sample(job: Job, rival: Rival, cost: Cost, nbytes: int, **more: Any) -> Samp
         cpu=cost.cpu,
         nbytes=nbytes,
         requests=cost.requests if counted else None,
-        **{"peak": cost.peak, "facts": rival.facts(), **more},
+        **{"peak": cost.peak, "facts": found, **more},
     )
 
 
