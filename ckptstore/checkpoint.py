@@ -131,6 +131,8 @@ class Checkpoint:
         entries = [self._entry(name)] if name is not None else list(self._manifest.records)
         if isinstance(paths, str):
             paths = [paths]
+        if not _are_patterns(paths):
+            raise InvalidArgumentError(f'paths must be a list of patterns such as "encoder.*", not {paths!r}')
         with self._reading():
             plans = self._plans(entries, paths, {name: into} if name is not None else into)
             if not plans:
@@ -279,6 +281,10 @@ class _Load:
             finished = [destination.finish() for destination in found]
             values[number] = finished[0]
         return fill_into(self._skeleton, self._into, lambda number: values[number])
+
+
+def _are_patterns(paths: object) -> bool:
+    return paths is None or (isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths))
 
 
 def _refuse_overlap(buffers: Iterable[memoryview]) -> None:

@@ -37,9 +37,9 @@ def check_chunk_size(chunk_size: int) -> int:
     return chunk_size
 
 
-def check_codec(codec: str) -> str:
+def check_codec(codec: object) -> str:
     """``codec``, if there is one of that name. InvalidArgumentError otherwise."""
-    if codec not in _CODECS:
+    if not isinstance(codec, str) or codec not in _CODECS:
         raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
     return codec
 
@@ -60,9 +60,16 @@ def check_exit_timeout(seconds: float) -> float:
     return float(seconds)
 
 
-def check_when_busy(when_busy: str) -> None:
+def check_flag(name: str, value: object) -> bool:
+    """``value``, if it is True or False: "no" would count as yes. InvalidArgumentError otherwise."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def check_when_busy(when_busy: object) -> None:
     """InvalidArgumentError unless it is one of the three answers to a save that is still in flight."""
-    if when_busy not in _WHEN_BUSY:
+    if not isinstance(when_busy, str) or when_busy not in _WHEN_BUSY:
         raise InvalidArgumentError(f"when_busy must be one of {_WHEN_BUSY}, not {when_busy!r}")
 
 

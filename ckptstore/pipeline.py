@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.errors import InvalidArgumentError
+
 WINDOW = 128 * 1024 * 1024
 KEPT = WINDOW // 2
 _SMALLEST_ROOM = 64 * 1024
@@ -34,8 +36,10 @@ class Meter:
     """Counts bytes done, from any thread, and tells a progress callback ``(done, total)``."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
+        if progress is not None and not callable(progress):
+            raise InvalidArgumentError(f"progress must be called with (bytes done, total), and {progress!r} cannot be")
         self._progress = progress
-        self._total = total
+        self.total = total
         self._done = 0
         self._lock = threading.Lock()
 
@@ -43,7 +47,7 @@ class Meter:
         if self._progress is not None:
             with self._lock:
                 self._done += nbytes
-                self._progress(self._done, self._total)
+                self._progress(self._done, self.total)
 
 
 class Rooms:

@@ -56,7 +56,7 @@ class Repository:
         self.store = store
         """The store under it, with its wrappers."""
         self._keep = options.check_policy(keep)
-        self._unsafe = unsafe_single_writer
+        self._unsafe = options.check_flag("unsafe_single_writer", unsafe_single_writer)
         self._chunk_size = options.check_chunk_size(chunk_size)
         self._codec = options.check_codec(codec)
         self._background_cores = options.check_background_cores(background_cores)
@@ -68,7 +68,7 @@ class Repository:
         self._may_write = False
         marker = self._catalog.marker()
         if marker is None:
-            if not create:
+            if not options.check_flag("create", create):
                 raise RepositoryNotFoundError(
                     f"there is no repository at {store.traits.url}: check the URL, or open it with create=True"
                 )
@@ -146,12 +146,16 @@ class Repository:
             Exception: that of an earlier background save, if nobody has asked for it.
         """
         options.check_when_busy(when_busy)
+        options.check_flag("replace", replace)
         number = check_epoch(epoch)
         states = options.check_records(records)
         skeleton = options.check_metadata(metadata)
 
+        meter = Meter(progress, 0)
+
         def begin(total: int, told: Told) -> Transaction:
-            return self._begin(number, skeleton, replace, Meter(progress, total), self._background_cores, told)
+            meter.total = total
+            return self._begin(number, skeleton, replace, meter, self._background_cores, told)
 
         return self._background.save(number, lambda: options.flatten_all(states), begin, when_busy)
 
@@ -186,6 +190,7 @@ class Repository:
         cores: int | None = None,
         told: Told = lambda: None,
     ) -> Transaction:
+        options.check_flag("replace", replace)
         commits = self._catalog.committed()
         if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
             self._require_marker(restore=True)

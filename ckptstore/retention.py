@@ -217,8 +217,8 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
         now: the store's time. By default the store is asked; a dry run, which writes nothing, takes
             the local clock.
     """
-    if not grace >= 0:
-        raise InvalidArgumentError(f"grace must be 0 or more seconds, not {grace}")
+    if not hasattr(grace, "__float__") or not grace >= 0:
+        raise InvalidArgumentError(f"grace must be 0 or more seconds, not {grace!r}")
     store = catalog.store
     removed = _superseded(catalog, dry_run)
     if now is None:

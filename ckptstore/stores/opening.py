@@ -54,11 +54,25 @@ def open_store(
     Raises:
         InvalidArgumentError: the URL or an option makes no sense, or a library for it is not installed.
     """
+    _check_types(url, storage_options, retry, concurrency, on_event)
     base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer, transport)
     store: Store = LimitStore(base, base.traits.concurrency if concurrency is None else concurrency)
     if on_event is not None:
         store = TraceStore(store, on_event)
     return RetryStore(store, retry or RetryPolicy())
+
+
+def _check_types(url: object, options: object, retry: object, concurrency: object, on_event: object) -> None:
+    checks = (
+        ("url", url, isinstance(url, (str, os.PathLike)), SUPPORTED),
+        ("storage_options", options, options is None or isinstance(options, Mapping), "a dict"),
+        ("retry", retry, retry is None or isinstance(retry, RetryPolicy), "a RetryPolicy"),
+        ("concurrency", concurrency, concurrency is None or type(concurrency) is int, "a whole number"),
+        ("on_event", on_event, on_event is None or callable(on_event), "a function"),
+    )
+    for name, value, good, wanted in checks:
+        if not good:
+            raise InvalidArgumentError(f"{name} must be {wanted}, not a {type(value).__name__}")
 
 
 def probe_conditional_put(store: Store) -> bool:

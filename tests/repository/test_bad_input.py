@@ -625,3 +625,49 @@ def test_read_file_to_a_bad_place(store: MemoryStore, tmp_path: Path) -> None:
     with pytest.raises(AccessError):
         repo.checkpoint(2).read_file("optim", tmp_path / "folder")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "in"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": None}, {"url": 3}, {"url": ["x"]}, {"retry": 3}, {"retry": "often"}, {"concurrency": "8"},
+        {"concurrency": 1.5}, {"concurrency": True}, {"storage_options": [1]}, {"storage_options": "key"},
+        {"on_event": 5}, {"create": "no"}, {"create": None}, {"unsafe_single_writer": "no"}, {"codec": ["raw"]},
+        {"codec": np.array(["raw"])}, {"keep": 3}, {"chunk_size": "1M"}, {"background_cores": 0.5},
+        {"exit_timeout": "x"}, {"exit_timeout": float("nan")}, {"transport": "carrier pigeon"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_open(options: dict[str, Any], tmp_path: Path) -> None:
+    """An argument of the wrong type is InvalidArgumentError that names it, and nothing is made."""
+    arguments = {"url": str(tmp_path / "r"), **options}
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        ckptstore.open(**arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda repo: repo.save(2, {"m": 1}, replace="no"),
+        lambda repo: repo.save(2, {"m": 1}, progress=5),
+        lambda repo: repo.begin(2, replace="no"),
+        lambda repo: repo.save_async(2, {"m": 1}, replace="no"),
+        lambda repo: repo.save_async(2, {"m": 1}, progress="bar"),
+        lambda repo: repo.save_async(2, {"m": 1}, when_busy=np.array(["wait"])),
+        lambda repo: repo.checkpoint(1).load(paths=5),
+        lambda repo: repo.checkpoint(1).load(paths=[5]),
+        lambda repo: repo.checkpoint(1).load(progress=5),
+        lambda repo: repo.gc(grace="x"),
+        lambda repo: repo.verify(progress=5),
+    ],
+)
+def test_arguments_of_methods(call: Any) -> None:
+    """An argument of the wrong type is InvalidArgumentError, before anything is written or deleted."""
+    store = MemoryStore()
+    repo = open_repo(store)
+    repo.save(1, {"m": {"x": 1}})
+    before = contents(store)
+    with pytest.raises(InvalidArgumentError):
+        call(repo)
+    assert contents(store) == before
