@@ -58,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
             console.print(f"{kind.name}: {reason or kind.about}", markup=False, highlight=False)
         return 0
     if given.profile == "report":
-        reason = report.write(read(given.result), given.docs)
+        try:
+            run = read(given.result)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            console.print(f"{given.result} is no result of a run: {error}", markup=False, highlight=False)
+            return 1
+        reason = report.write(run, given.docs)
         console.print(f"wrote {given.docs / 'benchmarks.md'}" + (f"; no pictures: {reason}" if reason else ""))
         return 0
     return _measure(given, console, sys.argv[1:] if argv is None else argv)
@@ -67,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(given: argparse.Namespace, console: Console, argv: list[str]) -> int:
     groups = profiles.only(profiles.PROFILES[given.profile](), given.only, given.state, given.rival, given.where)
     groups = profiles.sized(groups, given.rounds, given.mib)
+    if not groups or any(all(name not in known for known in ALL) for name in given.rival):
+        console.print("nothing in this profile fits what was asked for: see --list, and the profile full")
+        return 2
     result = Run(given.profile, machine(), shlex.join(["python", "-m", "benchmarks", *argv]))
     path = given.json or RESULTS / f"{given.profile}.json"
     begun = time.monotonic()

@@ -83,6 +83,8 @@ def _at_exit() -> None:
         os._exit(EXIT_STATUS)
     if lost:
         sys.stdout = _LastWord(sys.stdout)
+        others = sys.unraisablehook
+        sys.unraisablehook = lambda error: None if isinstance(error.object, _LastWord) else others(error)
 
 
 def _wait_for(saves: list[Save]) -> list[Save]:

@@ -128,6 +128,7 @@ gate("chunks/", full).save_async(2, state)
     assert "epoch 2 of file://" in lines[0]
     assert str(tmp_path / "repo") in lines[0]
     assert "was lost: StoreFullError" in lines[0]
+    assert "Exception ignored" not in done.stderr
     assert epochs(tmp_path) == [1]
 
 
