@@ -27,6 +27,8 @@ from benchmarks.samples import Job, Run, Sample, Trouble
 
 ROOT = str(Path(__file__).resolve().parents[1])
 AFTER_SAVE = ("restore", "restore cold", "partial")
+PATIENCE = 300
+"""Seconds for one measurement with all that belongs to it. A rival that hangs must not hang the others."""
 NO_STATE = ("latest", "prune", "gc")
 
 
@@ -108,6 +110,9 @@ class Runner:
         process.start()
         theirs.close()
         try:
+            if not ours.poll(PATIENCE):
+                process.kill()
+                return Failure(f"not done after {PATIENCE} s", "")
             return ours.recv()
         except EOFError:
             process.join()

@@ -56,9 +56,12 @@ def build(name: str, mib: int) -> State:
 def prepare(name: str, mib: int) -> Path:
     """The file with the state; trains and builds it first where it is missing."""
     name = "one" if name == "small" else name
-    path = CACHE / f"built-{name}-{mib}.pt"
+    recipe = blake3.blake3(Path(__file__).read_bytes()).hexdigest()[:8]  # another recipe is another state
+    path = CACHE / f"built-{name}-{mib}-{recipe}.pt"
     if not path.exists():
         CACHE.mkdir(exist_ok=True)
+        for old in CACHE.glob(f"built-{name}-{mib}-*.pt"):
+            old.unlink(missing_ok=True)
         state = _BUILDERS[name](mib)
         scratch = path.with_suffix(f".{os.getpid()}")
         torch.save(state, scratch)
@@ -196,9 +199,10 @@ def _adam(mib: int) -> State:
     grown: State = {}
     for copy in range(copies):
         factor = 0.75 + 0.0171 * copy
-        grown[f"model.{copy}"] = {k: v * factor for k, v in named(state["model"]).items()}
+        suffix = f".{copy}" if copy else ""
+        grown[f"model{suffix}"] = {k: v * factor for k, v in named(state["model"]).items()}
         moments = named(state["optimizer"]["state"])
-        grown[f"optimizer.{copy}"] = {k: v * factor if v.dim() else v.clone() for k, v in moments.items()}
+        grown[f"optimizer{suffix}"] = {k: v * factor if v.dim() else v.clone() for k, v in moments.items()}
     return grown
 
 
