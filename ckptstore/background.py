@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from ckptstore import exiting
@@ -123,7 +124,7 @@ class SaveHandle:
         Raises:
             DeadlineError: not done after ``timeout`` seconds.
         """
-        if not self.wait(timeout):
+        if not _wait_for(self, timeout):
             raise DeadlineError(
                 f"the background save of epoch {self.epoch} to {self.url} is not done after {timeout:g} seconds "
                 f"({self.stage}): it goes on, ask again",
@@ -169,8 +170,9 @@ class SaveHandle:
         exiting.forget(self)
 
     def _fail(self, error: BaseException) -> None:
-        _explain(error, self.epoch, self.url)
-        log.error("%s: %s", type(error).__name__, error)
+        with suppress(BaseException):  # a log handler that fails must not keep anybody waiting for the end
+            _explain(error, self.epoch, self.url)
+            log.error("%s: %s", type(error).__name__, error)
         with self._condition:
             self._error = error
             self._stage = "failed"
@@ -208,8 +210,8 @@ class Background:
 
     def _begin_process(self) -> None:
         self._pid = os.getpid()
-        self._turn = threading.Lock()  # held while a state is copied, not while it is saved
-        self._staging = SaveHandle(0, self._url, 0.0)  # who holds it
+        self._turn = threading.Condition()
+        self._staging: tuple[SaveHandle, int] | None = None  # whose state is being copied, and by which thread
         self._current: SaveHandle | None = None
         self.arena = Arena()
 
@@ -221,26 +223,28 @@ class Background:
     def save(self, epoch: int, flatten: Flatten, begin: Begin, when_busy: WhenBusy) -> SaveHandle:
         """Copy what ``flatten`` gives, ``begin`` in the background, and write the copy there."""
         handle = SaveHandle(epoch, self._url, self._exit_timeout)
-        running = self._take_turn(wait=when_busy == "wait")
-        if running is not None:
-            if when_busy == "skip":
-                return handle._skip(running)
-            raise _busy(epoch, running)
-        self._staging = handle
         try:
+            running = self._take_turn(handle, wait=when_busy == "wait")
+            if running is not None:
+                if when_busy == "skip":
+                    return handle._skip(running)
+                raise _busy(epoch, running)
             self.surface()
             staged = self.arena.stage(flatten())
             handle._reach("staged")
             self._launch(handle, staged, begin)
-        finally:
-            self._turn.release()
+        finally:  # by identity: an interrupt may come before it is known whether we have the turn
+            with self._turn:
+                if self._staging is not None and self._staging[0] is handle:
+                    self._staging = None
+                    self._turn.notify_all()
         return handle
 
     def settle(self) -> None:
         """Wait for the save in flight, and raise its error if nobody has heard of it."""
         self._begin_process_after_fork()
         if self._current is not None:
-            self._current.wait()
+            _wait_for(self._current)
         self.surface()
 
     def close(self) -> None:
@@ -251,7 +255,7 @@ class Background:
                 interpreter will not wait for it again.
         """
         handle = self._current if os.getpid() == self._pid else None
-        if handle is not None and not handle.wait(self._exit_timeout):
+        if handle is not None and not _wait_for(handle, self._exit_timeout):
             handle.exit_timeout = 0.0
             raise DeadlineError(
                 f"the background save of epoch {handle.epoch} to {self._url} did not end within "
@@ -265,35 +269,54 @@ class Background:
         if self._current is not None and os.getpid() == self._pid:
             self._current._surface()
 
-    def _take_turn(self, *, wait: bool) -> SaveHandle | None:
+    def _take_turn(self, handle: SaveHandle, *, wait: bool) -> SaveHandle | None:
         """Take the turn when nothing is in flight; else (unless ``wait``) what is."""
         self._begin_process_after_fork()
         while True:
-            if not self._turn.acquire(blocking=wait):
-                return self._staging  # by another thread
-            running = self._current
-            if running is None or running.done():
-                return None
-            self._turn.release()
+            with self._turn:
+                if self._staging is None:
+                    running = self._current
+                    if running is None or running.done():
+                        self._staging = handle, threading.get_ident()
+                        return None
+                else:
+                    other, thread = self._staging
+                    if not wait:
+                        return other
+                    if thread == threading.get_ident():  # a signal handler: it would wait for itself
+                        raise _busy(handle.epoch, other)
+                    self._turn.wait()
+                    continue
             if not wait:
                 return running
-            running.wait()
+            _wait_for(running)
 
     def _launch(self, handle: SaveHandle, staged: Staged, begin: Begin) -> None:
         thread = threading.Thread(target=_work, args=(handle, staged, begin), name="ckptstore-save", daemon=True)
-        if not exiting.remember(handle):
-            raise TransactionError(
-                f"epoch {handle.epoch} was not saved: the interpreter is exiting, too late for a background save",
-                epoch=handle.epoch,
-            )
-        self._current = handle
         try:
+            if not exiting.remember(handle):
+                raise TransactionError(
+                    f"epoch {handle.epoch} was not saved: the interpreter is exiting, too late for a background save",
+                    epoch=handle.epoch,
+                )
+            self._current = handle
             thread.start()
         except BaseException as error:
             handle._take_back(error)
             raise
         finally:
             handle._go.set()  # the last thing: from here on two threads want the interpreter lock
+
+
+def _wait_for(handle: SaveHandle, timeout: float | None = None) -> bool:
+    """``handle.wait``, but not on a thread that the save itself may be waiting for: a callback, a policy."""
+    if not handle.done() and threading.current_thread().name.startswith("ckptstore-"):
+        raise BusyError(
+            f"the background save of epoch {handle.epoch} to {handle.url} is in flight: "
+            "its own callbacks cannot wait for it",
+            epoch=handle.epoch,
+        )
+    return handle.wait(timeout)
 
 
 def _work(handle: SaveHandle, staged: Staged, begin: Begin) -> None:

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ckptstore.errors import CkptStoreError, OutcomeUnknownError
@@ -73,16 +74,17 @@ def _at_exit() -> None:
     hanging = _wait_for(saves)
     lost = [save for save in saves if save in hanging or save.unheard is not None]
     for save in lost:
-        if sys.stderr is not None:
+        with suppress(Exception):  # closed, or a broken pipe: then the status alone has to tell
             sys.stderr.write(_last_words(save) + "\n")
     if hanging or (lost and _is_multiprocessing_child()):
         # A child of multiprocessing has cleaned up by now and leaves by os._exit anyway.
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
+            with suppress(Exception):
                 stream.flush()
         os._exit(EXIT_STATUS)
     if lost:
-        sys.stdout = _LastWord(sys.stdout)
+        # Both: a handler may put its own in the place of one of them.
+        sys.stdout, sys.stderr = _LastWord(sys.stdout), _LastWord(sys.stderr)
         others = sys.unraisablehook
         sys.unraisablehook = lambda error: None if isinstance(error.object, _LastWord) else others(error)
 
@@ -116,10 +118,12 @@ def _is_multiprocessing_child() -> bool:
 
 
 class _LastWord:
-    """In place of stdout: it cannot be flushed at the very end, and so Python exits with status 120.
+    """In place of stdout or stderr: it cannot be flushed at the very end, and so Python exits with status 120.
 
     Everything else of the exit takes its course, which it would not with ``os._exit``.
     """
+
+    closed = False  # else nobody would try
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -131,7 +135,7 @@ class _LastWord:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        if self._stream is not None:
+        with suppress(Exception):
             self._stream.flush()
         if sys.is_finalizing():
             raise CkptStoreError("a background save was lost, see above")

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,10 @@ class HeldLease:
                 raise self._gone() from error
             if self._put() - before > LAPSE:
                 self.lapsed = True
+
+    def stop_when_gone(self, owner: object) -> None:
+        """Let the heartbeat end when nobody holds ``owner`` any more: a lease that is renewed for nobody never dies."""
+        weakref.finalize(owner, self._stop.set).atexit = False
 
     def release(self) -> None:
         """Stop the heartbeat and remove the lease."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -347,7 +348,9 @@ class Repository:
         if self._keep is not None:
             try:
                 self.prune(self._keep, deep=False)
-            except Exception as error:  # noqa: BLE001 (whatever it is, also in a policy of the user's: the epoch is committed)
+            except BaseException as error:  # whatever it is, also in a policy of the user's: the epoch is committed
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                    raise  # Ctrl-C, or a signal handler that ends the program
                 log.warning("epoch %d is committed; pruning failed and will be tried again: %r", manifest.epoch, error)
         return self._checkpoint(manifest, report=tally)
 

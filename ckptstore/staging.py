@@ -21,6 +21,8 @@ import numpy as np
 
 from ckptstore import garbage
 from ckptstore.arrays import ArraySource, ArraySpec, NumpySource, TorchSource, torch_bits, torch_module
+from ckptstore.errors import InvalidRecordError
+from ckptstore.refusals import torch_refusal
 from ckptstore.tree import FlatState
 
 log = logging.getLogger("ckptstore")
@@ -174,6 +176,8 @@ class _Copier:
                 if not source.address or source.tensor.data_ptr() != source.address:
                     rest.append((source, start))
                     continue
+            elif not source.unchanged():
+                raise _changed()
             elif not isinstance(source, NumpySource):
                 self._buffer[start : start + nbytes] = np.frombuffer(source.read(0, nbytes), np.uint8)
                 continue
@@ -191,6 +195,8 @@ class _Copier:
         waiting = set()
         try:
             for source, start in sources:
+                if not source.unchanged() or torch_refusal(torch, source.tensor):  # copy_ would not look
+                    raise _changed()
                 bits = torch_bits(torch, source.tensor.detach())
                 there = memory[start : start + source.nbytes].view(bits.dtype).view(bits.shape)
                 cuda = bits.device.type == "cuda"
@@ -200,3 +206,7 @@ class _Copier:
         finally:  # also when interrupted: the devices must not write into memory that is in other use
             for device in waiting:
                 torch.cuda.synchronize(device)
+
+
+def _changed() -> InvalidRecordError:
+    return InvalidRecordError("an array changed its shape or lost its memory while the state was copied: save it again")

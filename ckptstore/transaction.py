@@ -103,6 +103,7 @@ class Transaction:
         try:
             with self.tally.timed("begin"):
                 self._claim.take(commits)
+            self._lease.stop_when_gone(self)
             self._lease.start()
         except Exception as error:
             self._give_up(error)

@@ -158,9 +158,12 @@ class RecordWriter:
                 prepare = partial(self._prepare, sources, layout, plan)
                 job = pipeline.submit(plan.nbytes, (pipeline.cpu, prepare), (pipeline.io, self._send))
                 layout.place(plan, job)
-        finally:
-            # Also after an error: the caller may close or change what a running job still reads.
             pipeline.wait_for_first_stages()
+        except BaseException:
+            # The caller may close or change what a running job still reads. Not by waiting for the jobs: an interrupt,
+            # or a pool that refuses work, leaves some that nobody runs.
+            pipeline.close()
+            raise
         self._records.append((name, kind, skeleton, layout))
 
     def _put_index(self, name: str, kind: str, skeleton: Any, layout: _Layout, _: None) -> RecordEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,12 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        self._free = count
+        self._count = count
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        self._pid = os.getpid()
+        self._free = self._count
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
 
@@ -27,6 +33,8 @@ class Slots:
         return len(self._queue)
 
     def __enter__(self) -> None:
+        if self._pid != os.getpid():
+            self._begin_process()  # forked: those who hold the slots, and maybe the lock, stayed behind
         with self._lock:
             if self._free:
                 self._free -= 1
