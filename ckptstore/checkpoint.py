@@ -30,7 +30,8 @@ from ckptstore.errors import (
 )
 from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.reader import load_arrays, read_chunk, read_chunks
+from ckptstore.reader import Part, load_arrays, read_chunk, read_chunks
+from ckptstore.stores.base import Store
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
 
@@ -139,7 +140,7 @@ class Checkpoint:
                 what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
                 raise RecordNotFoundError(f"nothing in {what} matches {list(paths or ())}", epoch=self.epoch)
             meter = Meter(progress, sum(plan.nbytes for plan in plans))
-            values = {plan.index.name: plan.run(self._catalog, meter) for plan in plans}
+            values = _run(plans, self._catalog.store, meter)
         self._on_load(self.epoch)
         return values[name] if name is not None else values
 
@@ -252,47 +253,67 @@ class _Load:
         self._skeleton = skeleton
         self._specs = specs
         self._into = into
+        self._places: dict[int, list[Destination]] = {}
         self._existing = match_into(skeleton, specs, into, index.name, partial=partial) if into is not None else {}
         self._numbers = sorted(leaf_paths(skeleton))
         if self._numbers and self._numbers[-1] >= len(specs):
             raise FormatError(f"record {index.name!r} refers to an array that it does not list")
         self.nbytes = sum(specs[number].nbytes for number in self._numbers)
 
-    def run(self, catalog: Catalog, meter: Meter) -> Any:
+    @property
+    def into(self) -> bool:
+        """Whether it goes into a state that the caller has."""
+        return self._into is not None
+
+    def prepare(self) -> Part:
+        """Where its arrays go. InvalidArgumentError if two of them go into the same memory."""
         specs = self._specs
-        if self._into is None:
-            with garbage.paused():
-                fresh = {number: Destination.allocate(specs[number]) for number in self._numbers}
-            load_arrays(catalog.store, self.index, fresh, meter=meter)
-            with garbage.paused():
-                return unflatten(self._skeleton, lambda number: fresh[number].finish())
-        places: dict[int, list[Destination]] = {}
         with garbage.paused():
             for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
                 found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
-                places[number] = found or [Destination.allocate(specs[number])]
-        _refuse_overlap(destination.buffer for found in places.values() for destination in found)
-        first = {number: found[0] for number, found in places.items()}
-        load_arrays(catalog.store, self.index, first, meter=meter, visible=True)
+                self._places[number] = found or [Destination.allocate(specs[number])]
+        if _overlap(self.buffers()):
+            raise InvalidArgumentError("two arrays of the state to load into share memory: load into separate arrays")
+        return self.index, {number: found[0] for number, found in self._places.items()}
+
+    def buffers(self) -> Iterator[memoryview]:
+        """The memory that it goes into."""
+        return (destination.buffer for found in self._places.values() for destination in found)
+
+    def finish(self) -> Any:
+        """The loaded state, once all arrays are there."""
         values: dict[int, Any] = {}
-        for number, found in places.items():
-            for other in found[1:]:  # tied in the checkpoint, separate in the target
-                other.buffer[:] = found[0].buffer
-            finished = [destination.finish() for destination in found]
-            values[number] = finished[0]
-        return fill_into(self._skeleton, self._into, lambda number: values[number])
+        with garbage.paused():
+            for number, found in self._places.items():
+                for other in found[1:]:  # tied in the checkpoint, separate in the target
+                    other.buffer[:] = found[0].buffer
+                finished = [destination.finish() for destination in found]
+                values[number] = finished[0]
+            if self._into is None:
+                return unflatten(self._skeleton, lambda number: values[number])
+            return fill_into(self._skeleton, self._into, lambda number: values[number])
+
+
+def _run(loads: list[_Load], store: Store, meter: Meter) -> dict[str, Any]:
+    """Load records side by side; one after the other where they go into the same memory (the last one stays)."""
+    parts = [load.prepare() for load in loads]
+    visible = any(load.into for load in loads)
+    if visible and _overlap(buffer for load in loads for buffer in load.buffers()):
+        for part in parts:
+            load_arrays(store, [part], meter=meter, visible=True)
+    else:
+        load_arrays(store, parts, meter=meter, visible=visible)
+    return {load.index.name: load.finish() for load in loads}
 
 
 def _are_patterns(paths: object) -> bool:
     return paths is None or (isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths))
 
 
-def _refuse_overlap(buffers: Iterable[memoryview]) -> None:
-    """Two targets in one memory would leave the values of whichever was loaded last in both."""
+def _overlap(buffers: Iterable[memoryview]) -> bool:
+    """Whether two of them share memory: both would hold the values of whichever was loaded last."""
     ranges = sorted((np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes) for buffer in buffers if buffer.nbytes)
-    for (start, length), (following, _) in pairwise(ranges):
-        if following < start + length:
-            raise InvalidArgumentError("two arrays of the state to load into share memory: load into separate arrays")
+    return any(following < start + length for (start, length), (following, _) in pairwise(ranges))
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:

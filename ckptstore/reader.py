@@ -89,16 +89,21 @@ def read_chunk(
         return decode_chunk(fetch_chunk(store, chunk), chunk, out, room)
 
 
-def load_arrays(
-    store: Store, index: RecordIndex, targets: Mapping[int, Target], *, meter: Meter, visible: bool = False
-) -> None:
-    """Fill ``targets`` (by array number) and read no other array's chunks.
+Part = tuple[RecordIndex, Mapping[int, Target]]  # a record, and where those of its arrays go that are wanted
+
+
+def load_arrays(store: Store, parts: Iterable[Part], *, meter: Meter, visible: bool = False) -> None:
+    """Fill the targets (by array number) of some records, side by side, and read no other array's chunks.
 
     Args:
         visible: the caller can already see the targets. Then a chunk is decoded aside and copied only
             after its digest was checked.
     """
-    wanted = _scatter(index, targets)
+    wanted: dict[str, list[tuple[memoryview, int]]] = {}
+    chunks: dict[str, ChunkRef] = {}
+    for index, targets in parts:
+        _scatter(index, targets, wanted)
+        chunks.update((chunk.key, chunk) for chunk in index.chunks if wanted[chunk.key])
 
     def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
         places = wanted[chunk.key]
@@ -109,7 +114,7 @@ def load_arrays(
                 _copy(view, raw[offset : offset + len(view)])
         meter.add(sum(len(view) for view, _ in places))
 
-    read_chunks(store, [chunk for chunk in index.chunks if wanted[chunk.key]], use)
+    read_chunks(store, chunks.values(), use)
 
 
 def read_chunks(
@@ -146,9 +151,10 @@ def read_chunks(
         pipeline.finish()
 
 
-def _scatter(index: RecordIndex, targets: Mapping[int, Target]) -> dict[str, list[tuple[memoryview, int]]]:
-    """For the key of each chunk needed: the destination views it fills and their offsets in its raw bytes."""
-    wanted: dict[str, list[tuple[memoryview, int]]] = {}
+def _scatter(
+    index: RecordIndex, targets: Mapping[int, Target], wanted: dict[str, list[tuple[memoryview, int]]]
+) -> None:
+    """For the key of each chunk needed, into ``wanted``: destination views and their offsets in its raw bytes."""
     places = [wanted.setdefault(chunk.key, []) for chunk in index.chunks]
     with garbage.paused():
         for number, target in targets.items():
@@ -157,7 +163,6 @@ def _scatter(index: RecordIndex, targets: Mapping[int, Target]) -> dict[str, lis
             for span in index.arrays[number].spans:
                 places[span.chunk].append((buffer[filled : filled + span.length], span.offset))
                 filled += span.length
-    return wanted
 
 
 def missing_chunks(store: Store, chunks: Iterable[ChunkRef]) -> list[Problem]:
