@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ckptstore import keys, options, retention
+from ckptstore import options, retention
 from ckptstore.background import Background, SaveHandle, Told
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint, metadata_of
@@ -19,18 +17,16 @@ from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.errors import (
     CorruptionError,
     EpochNotFoundError,
-    FormatError,
     InvalidArgumentError,
-    ObjectExistsError,
     ObjectNotFoundError,
-    RepositoryNotFoundError,
 )
+from ckptstore.foundation import Foundation
 from ckptstore.lease import EXPIRY
-from ckptstore.manifest import Manifest, Marker, check_epoch, encode_marker, writer_version
+from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.retention import GcReport, Policy, PruneReport
-from ckptstore.stores import Store, probe_conditional_put
+from ckptstore.stores import Store
 from ckptstore.sweep import delete_commits
 from ckptstore.transaction import Plan, Transaction
 from ckptstore.verify import VerifyReport, verify
@@ -57,7 +53,6 @@ class Repository:
         self.store = store
         """The store under it, with its wrappers."""
         self._keep = options.check_policy(keep)
-        self._unsafe = options.check_flag("unsafe_single_writer", unsafe_single_writer)
         self._chunk_size = options.check_chunk_size(chunk_size)
         self._codec = options.check_codec(codec)
         self._background_cores = options.check_background_cores(background_cores)
@@ -66,15 +61,12 @@ class Repository:
         self._pace = Pace()
         self._resumed: set[int] = set()
         self._has_saved = False
-        self._may_write = False
-        marker = self._catalog.marker()
-        if marker is None:
-            if not options.check_flag("create", create):
-                raise RepositoryNotFoundError(
-                    f"there is no repository at {store.traits.url}: check the URL, or open it with create=True"
-                )
-            marker = self._create()
-        self.id = marker.repository
+        self._foundation = Foundation(
+            self._catalog,
+            create=options.check_flag("create", create),
+            unsafe_single_writer=options.check_flag("unsafe_single_writer", unsafe_single_writer),
+        )
+        self.id = self._foundation.id
         """32 hexadecimal digits that name this repository wherever it is copied to."""
 
     def __repr__(self) -> str:
@@ -194,8 +186,8 @@ class Repository:
         options.check_flag("replace", replace)
         commits = self._catalog.committed()
         if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
-            self._require_marker(restore=True)
-        self._prepare_to_write()
+            self._foundation.require(restore=True)
+        self._foundation.prepare_to_write()
         plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, cores, self._pace)
         return Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
 
@@ -222,7 +214,7 @@ class Repository:
         if skipped:
             reasons = "; ".join(map(str, skipped))
             raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
-        self._require_marker()
+        self._foundation.require()
         if self._catalog.committed():  # a listing beside a replace can miss both generations: look again
             return self.latest(deep, progress)
         return None
@@ -243,14 +235,14 @@ class Repository:
                 return self._checkpoint(self._catalog.manifest(commits[-1]))
             except ObjectNotFoundError:
                 continue
-        self._require_marker()
+        self._foundation.require()
         raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
 
     def epochs(self) -> list[int]:
         """The numbers of all committed epochs, ascending. One listing."""
         commits = self._catalog.committed()
         if not commits:
-            self._require_marker()
+            self._foundation.require()
             commits = self._catalog.committed()
         return sorted({commit.epoch for commit in commits})
 
@@ -258,7 +250,7 @@ class Repository:
         """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised."""
         number = None if epoch is None else check_epoch(epoch)
         if not self._catalog.committed(number):
-            self._require_marker()
+            self._foundation.require()
         return verify(self._catalog, number, deep=deep, progress=progress)
 
     # ---- removing ------------------------------------------------------------------------------------------
@@ -272,7 +264,7 @@ class Repository:
         number = check_epoch(epoch)
         commits = self._catalog.committed(number)
         if not commits:
-            self._require_marker()
+            self._foundation.require()
             raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
         # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
         self._catalog.manifests(self._catalog.committed())
@@ -293,7 +285,7 @@ class Repository:
             raise InvalidArgumentError(
                 "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
             )
-        self._require_marker()
+        self._foundation.require()
         protected = dict.fromkeys(self._resumed, "the run resumed from it")
         return retention.prune(
             self._catalog, chosen, protected=protected, metadata=metadata_of, deep=deep, dry_run=dry_run
@@ -305,7 +297,7 @@ class Repository:
         Args:
             grace: seconds after its last sign of life until an unfinished save counts as dead.
         """
-        self._require_marker()
+        self._foundation.require()
         return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
 
     def close(self) -> None:
@@ -353,46 +345,3 @@ class Repository:
                     raise  # Ctrl-C, or a signal handler that ends the program
                 log.warning("epoch %d is committed; pruning failed and will be tried again: %r", manifest.epoch, error)
         return self._checkpoint(manifest, report=tally)
-
-    def _require_marker(self, *, restore: bool = False) -> None:
-        """The repository is still there; if only its marker was lost, ``restore`` puts it back."""
-        try:
-            self.store.info(keys.MARKER)
-        except ObjectNotFoundError:
-            marker = self._catalog.marker()
-            if marker is None or marker.repository != self.id:
-                raise RepositoryNotFoundError(
-                    f"the repository at {self.url} has vanished: is the mount or bucket still there?"
-                ) from None
-            if restore:
-                self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
-
-    def _create(self) -> Marker:
-        """Make the repository. Refuses a place that holds something else."""
-        for info in self.store.list():
-            if not keys.is_ours(info.key):
-                raise FormatError(
-                    f"{self.url} is no repository and holds something else ({info.key}): choose an empty place",
-                    key=info.key,
-                )
-        self._prepare_to_write()
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        marker = Marker(repository=uuid.uuid4().hex, created=now, writer=writer_version())
-        try:
-            self.store.put(keys.MARKER, encode_marker(marker), if_absent=True)
-        except ObjectExistsError:
-            found = self._catalog.marker()  # another process made it in the same moment
-            assert found is not None
-            return found
-        return marker
-
-    def _prepare_to_write(self) -> None:
-        """Before the first write: is create-only really create-only here? Some servers accept and ignore it."""
-        if self._may_write:
-            return
-        if not self._unsafe and self.store.traits.conditional_put is None and not probe_conditional_put(self.store):
-            raise FormatError(
-                f"{self.url}: this server accepts conditional puts but ignores them, so two writers could overwrite "
-                "each other's commit. Use another server, or pass unsafe_single_writer=True if there is only one writer"
-            )
-        self._may_write = True
