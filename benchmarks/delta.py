@@ -10,6 +10,7 @@ default take about ten minutes.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -187,7 +188,9 @@ def policy(every: int, measured: dict[int, tuple[int, int]]) -> str:
 
 def main() -> None:
     """Train, compare, and add up."""
-    span = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("span", nargs="?", type=int, default=1000, help="steps of training (default 1000)")
+    span = parser.parse_args().span
     torch.set_num_threads(1)
     for phase, trainer in phases(span):
         base, done = trainer.snapshot(), 0

@@ -7,8 +7,8 @@ cached in ``benchmarks/.cache``, which is not part of the repository.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,4 +101,6 @@ def cached(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    print(cached(sys.argv[1] if len(sys.argv) > 1 else "full"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", choices=SIZES, default="full")
+    print(cached(parser.parse_args().size))

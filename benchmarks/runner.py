@@ -58,16 +58,17 @@ class Runner:
         for number, group in enumerate(groups, 1):
             what = f"{', '.join(group.works)} · {group.where} · {group.state} {group.mib}"
             self._console.print(f"[dim]{number}/{len(groups)}[/] {what}: {len(group.rivals)} in {group.rounds} rounds")
-            self._group(group)
+            self._group(group, number * 1000)
 
-    def _group(self, group: Group) -> None:
+    def _group(self, group: Group, first: int) -> None:
+        """All rounds of one group; ``first`` keeps their numbers apart from those of other groups."""
         root = self._root(group.where)
         if group.works[0] not in NO_STATE and not all(self._know(state, group.mib) for state in group.states):
             return
         names = [name for name in group.rivals if self._is_available(group, name)]
         for turn in range(group.rounds + 1):
             for name in names[:] if turn % 2 else names[::-1]:
-                taken, trouble = self._turn(group, name, root, turn)
+                taken, trouble = self._turn(group, name, root, first + turn)
                 if trouble is not None:
                     self._give_up(group, name, trouble)
                     names.remove(name)
