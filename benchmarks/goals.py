@@ -222,6 +222,20 @@ def _latest(run: Run, where: str) -> Claim:
     return at_most(10, what, total, 12, f"{total:.0f}", detail)
 
 
+def overhead(run: Run) -> Iterator[Claim]:
+    """Goal 11: what retries, limits, watches and the looks at space and writers cost a save when nothing fails."""
+    found = run.select(work="guards")
+    for s in found:
+        what = f"durable save with all guards / without any, {s.where}, {s.state}, {size(s.mib)}"
+        detail = f"{time(s.seconds)} to {time(s.facts['unguarded'])}; "
+        detail += f"half of {s.facts['pairs']:.0f} pairs within {s.facts['low']:.2f}–{s.facts['high']:.2f}"
+        yield at_most(11, what, s.facts["ratio"], 1.03, f"{s.facts['ratio']:.3f}", detail)
+        busy = s.facts["ratio of CPU"]
+        yield at_most(11, f"the same, CPU time, {s.where}, {s.state}, {size(s.mib)}", busy, 1.03, f"{busy:.3f}")
+    if not found:
+        yield unmeasured(run, 11, "durable save with all guards / without any", "≤ 1.03", "guards", OURS)
+
+
 GOALS: dict[int, Callable[[Run], Iterator[Claim]]] = {
     1: folder_save,
     2: folder_restore,
@@ -233,4 +247,5 @@ GOALS: dict[int, Callable[[Run], Iterator[Claim]]] = {
     8: memory,
     9: small_arrays,
     10: requests,
+    11: overhead,
 }

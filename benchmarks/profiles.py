@@ -74,6 +74,7 @@ def quick() -> list[Group]:
         Group(both, FOLDER, "dense-fp32", QUARTER, (*ours, "plain file"), 3),
         Group(("stall",), FOLDER, "adam", QUARTER, ("ckptstore", "torch DCP async", "memcpy"), 1),
         Group(("again",), FOLDER, "lora", QUARTER, ("ckptstore", "blake3"), 3),
+        Group(("guards",), FOLDER, "adam", QUARTER, ("ckptstore",), 1),
         Group(("codec",), "memory", "dense-fp32", 64, ("ckptstore", "ZipNN", "memcpy"), 1),
         Group(("codec",), "memory", "dense-bf16", 64, ("ckptstore", "ZipNN", "memcpy"), 1),
         Group(both, FOLDER, "small", 64, ("ckptstore",), 2, versus="one"),
@@ -111,6 +112,7 @@ def _folder() -> list[Group]:
     for state, mib, rounds in (("adam", QUARTER, 5), ("dense-fp32", ONE, 3)):
         groups.append(Group(("stall",), FOLDER, state, mib, all_of("stall"), rounds))
     groups += [Group(("again",), FOLDER, "lora", mib, all_of("again"), 5) for mib in (QUARTER, ONE)]
+    groups += [Group(("guards",), FOLDER, state, QUARTER, ("ckptstore",), 1) for state in ("adam", "dense-fp32")]
     return [*groups, Group(("again",), FOLDER, "dense-fp32", QUARTER, all_of("again"), 3)]
 
 

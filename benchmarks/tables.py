@@ -21,6 +21,7 @@ TITLES = {
     "latest": "latest() among many epochs",
     "prune": "Prune a repository to three epochs",
     "gc": "Collect the debris of a repository",
+    "guards": "Saves with all guards, beside saves without any",
 }
 PLACES = {"folder": "folder", "s3": "S3", "memory": "memory"}
 MEMORY_ONLY = ("codec",)

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import states
 from benchmarks.codec import codec
+from benchmarks.guards import guards
 from benchmarks.process import Cost, WrongBytesError, drop_page_cache, measured
 from benchmarks.repositories import big, latest
 from benchmarks.rivals import ALL, Rival
@@ -153,4 +154,5 @@ WORKS: dict[str, Callable[[Job], Any]] = {
     "latest": latest,
     "prune": big,
     "gc": big,
+    "guards": guards,
 }

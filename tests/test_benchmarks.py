@@ -81,6 +81,13 @@ def made_up(bad: bool) -> Run:
     for where in ("folder", "s3"):
         seen = {"verbs": 30.0 if bad else 3.0, "pages beyond the first": 9.0 if where == "s3" else 0.0}
         found += sample("latest", OURS, 0.1, where=where, state="epochs", mib=10_000, facts=seen)
+    cost = 1.5 if bad else 1.01
+    found += sample(
+        "guards",
+        OURS,
+        cost,
+        facts={"unguarded": 1.0, "ratio": cost, "ratio of CPU": cost, "low": 0.99, "high": 1.6, "pairs": 24},
+    )
     rivals = {name: {"about": "made up", "durable": True, "limit": False} for name in {s.rival for s in found}}
     return Run("made-up", {"cores": 2}, "python -m benchmarks", 60, [], dict(sorted(rivals.items())), found, [])
 

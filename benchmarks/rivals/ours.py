@@ -21,7 +21,7 @@ class Ckptstore(Rival):
         "server has answered"
     )
     where: ClassVar[tuple[str, ...]] = (FOLDER, S3)
-    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial", "again", "stall")
+    works: ClassVar[tuple[str, ...]] = ("save", "restore", "restore cold", "partial", "again", "stall", "guards")
     arguments: ClassVar[dict[str, Any]] = {}
 
     def prepare(self) -> None:
