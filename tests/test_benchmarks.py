@@ -252,8 +252,9 @@ def test_a_measurement_measures(tmp_path: Path) -> None:
     assert 8 * MIB <= found.stored < 8.1 * MIB
     assert found.facts["verbs"] >= found.facts["chunks sent"] + found.facts["records"] + 1
     held: list[bytearray] = []
-    cost = process.measured(lambda: held.append(bytearray(b"x") * (32 * MIB)))
-    assert 31 * MIB < cost.peak < 80 * MIB
+    # More than malloc ever keeps for later: memory that this process had before would not count.
+    cost = process.measured(lambda: held.append(bytearray(b"x") * (128 * MIB)))
+    assert 127 * MIB < cost.peak < 180 * MIB
 
 
 def test_states_are_the_same_each_time() -> None:
