@@ -31,6 +31,7 @@ from ckptstore.errors import (
     RetriesExhaustedError,
     StoreError,
     StoreFullError,
+    ThrottledError,
     TransactionError,
     TransientError,
 )
@@ -38,7 +39,7 @@ from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore
 from ckptstore.reader import Problem
 from ckptstore.repository import Repository
 from ckptstore.retention import EpochInfo, GcReport, KeepBest, KeepEvery, KeepLast, Policy, PruneReport
-from ckptstore.stores import RetryPolicy
+from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
 from ckptstore.transaction import Transaction
@@ -80,6 +81,7 @@ __all__ = [
     "Repository",
     "RepositoryNotFoundError",
     "RetriesExhaustedError",
+    "RetryEvent",
     "RetryPolicy",
     "SaveHandle",
     "Skipped",
@@ -87,6 +89,7 @@ __all__ = [
     "StoreEvent",
     "StoreFullError",
     "Tally",
+    "ThrottledError",
     "Transaction",
     "TransactionError",
     "TransientError",

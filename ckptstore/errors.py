@@ -20,24 +20,33 @@
     │   └── OutcomeUnknownError               the commit may or may not have happened: look again
     └── StoreError (OSError)                  the store did not do it
         ├── TransientError                    may work if tried again (the only kind that is retried)
+        │   └── ThrottledError                the store asks for fewer requests
         ├── AccessError                       refused: credentials, permissions, read-only
         ├── StoreFullError                    no space, no inodes or no quota left
         ├── DeadlineError                     took longer than allowed
         └── RetriesExhaustedError             transient errors until attempts or deadline ran out
 
 ``.key`` is the object and ``.epoch`` the epoch concerned, where known; ``.errno`` is kept on
-``StoreError`` where the operating system gave one. All of them can be pickled, because a save may
+``StoreError`` where the operating system gave one. ``.failure`` is the class of the failure, which alone
+decides what is done about it (docs/retries.md). All of them can be pickled, because a save may
 run in another process than the one that must hear of its failure.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+Failure = Literal["transient", "throttled", "auth-refresh", "space", "permanent", "settled", "unsettled", "integrity"]
+"""The class of a failure. ``settled``: no failure but an answer (it exists, it is missing); ``unsettled``: a
+conflict with a request that is still under way, which promises nothing."""
+
+E = TypeVar("E", bound="CkptStoreError")
 
 
 class CkptStoreError(Exception):
     """Base of all errors raised by ckptstore."""
 
+    failure: Failure = "permanent"
     key: str | None
     epoch: int | None
 
@@ -55,20 +64,33 @@ class CkptStoreError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"key": self.key, "epoch": self.epoch, "errno": self.errno}
-        return (_rebuild, (type(self), self.message, state))
+        # errno is kept by OSError itself, not among the variables.
+        return (_rebuild, (type(self), self.message, {**vars(self), "errno": self.errno}))
 
 
-def _rebuild(cls: type[CkptStoreError], message: str, state: dict[str, Any]) -> CkptStoreError:
-    return cls(message, **state)
+def _rebuild(cls: type[E], message: str, state: dict[str, Any]) -> E:
+    error = cls(message)
+    for name, value in state.items():
+        setattr(error, name, value)
+    return error
+
+
+def reworded(error: E, message: str, key: str | None) -> E:
+    """The same error with another message and key; everything else that it knows stays."""
+    facts = {**vars(error), "message": message, "key": key, "errno": error.errno}
+    return _rebuild(type(error), message, facts)
 
 
 class NotFoundError(CkptStoreError, KeyError):
     """Nothing exists under the name asked for."""
 
+    failure: Failure = "settled"
+
 
 class RepositoryNotFoundError(NotFoundError):
     """The URL holds no repository, or its bucket does not exist."""
+
+    failure: Failure = "permanent"
 
 
 class EpochNotFoundError(NotFoundError):
@@ -86,6 +108,8 @@ class ObjectNotFoundError(NotFoundError):
 class AlreadyExistsError(CkptStoreError, FileExistsError):
     """The name is taken."""
 
+    failure: Failure = "settled"
+
 
 class EpochExistsError(AlreadyExistsError):
     """The epoch is already committed; pass ``replace=True`` to replace it."""
@@ -97,6 +121,8 @@ class ObjectExistsError(AlreadyExistsError):
 
 class CorruptionError(CkptStoreError):
     """Stored bytes differ from what was written, or are missing. ``.key`` names the object."""
+
+    failure: Failure = "integrity"
 
 
 class FormatError(CkptStoreError, ValueError):
@@ -128,7 +154,23 @@ class StoreError(CkptStoreError, OSError):
 
 
 class TransientError(StoreError):
-    """A failure that may pass: a reset connection, a time-out, a stale handle, throttling."""
+    """A failure that may pass: a reset connection, a time-out, a stale handle.
+
+    ``.most`` is how many attempts make sense; None: as many as the retry policy allows.
+    """
+
+    def __init__(self, message: str, *, failure: Failure = "transient", most: int | None = None, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.failure = failure
+        self.most = most
+
+
+class ThrottledError(TransientError):
+    """The store asks for fewer requests. ``.retry_after``: how many seconds it asks to wait, where it says so."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None, **facts: Any) -> None:
+        super().__init__(message, **{"failure": "throttled", **facts})
+        self.retry_after = retry_after
 
 
 class AccessError(StoreError):
@@ -138,10 +180,24 @@ class AccessError(StoreError):
 class StoreFullError(StoreError):
     """No space, no inodes or no quota left."""
 
+    failure: Failure = "space"
+
 
 class DeadlineError(StoreError):
-    """The operation took longer than its deadline."""
+    """The operation took longer than its deadline. It is not tried again, and may still take effect."""
+
+    failure: Failure = "transient"
 
 
 class RetriesExhaustedError(StoreError):
-    """Still failing transiently when the attempts or the deadline ran out."""
+    """Still failing transiently when the attempts or the deadline ran out. The last error is its ``__cause__``.
+
+    ``.attempts`` were made in ``.seconds``; ``.failure`` is that of the last error.
+    """
+
+    failure: Failure = "transient"
+
+    def __init__(self, message: str, *, attempts: int = 0, seconds: float = 0.0, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.attempts = attempts
+        self.seconds = seconds

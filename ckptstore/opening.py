@@ -17,7 +17,7 @@ from ckptstore.options import (
 )
 from ckptstore.repository import Repository
 from ckptstore.retention import Policy
-from ckptstore.stores import RetryPolicy, open_store
+from ckptstore.stores import RetryEvent, RetryPolicy, open_store
 from ckptstore.stores.trace import StoreEvent
 
 
@@ -33,6 +33,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
     codec: str = "auto",
     concurrency: int | None = None,
     on_event: Callable[[StoreEvent], None] | None = None,
+    on_retry: Callable[[RetryEvent], object] | None = None,
     transport: str | None = None,
     background_cores: int | None = None,
     exit_timeout: float = EXIT_TIMEOUT,
@@ -51,6 +52,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
         codec: "auto" (per byte plane, by a sample), "raw" or "max".
         concurrency: requests at once; default by kind of store.
         on_event: called with a ``StoreEvent`` after each request, from worker threads.
+        on_retry: called with a ``RetryEvent`` before each wait for another attempt, from worker threads. The logger
+            "ckptstore" hears of them too.
         transport: "fsspec" (s3fs, gcsfs) or "obstore" (S3 only, ``pip install 'ckptstore[fast]'``); by default
             obstore where it is installed and would follow every one of ``storage_options``.
         background_cores: how many cores a background save (``save_async``) keeps busy; default half of them.
@@ -74,6 +77,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
         concurrency=concurrency,
         unsafe_single_writer=unsafe_single_writer,
         on_event=on_event,
+        on_retry=on_retry,
         transport=transport,
     )
     try:

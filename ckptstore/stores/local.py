@@ -22,7 +22,6 @@ from ckptstore.errors import (
     InvalidArgumentError,
     ObjectExistsError,
     ObjectNotFoundError,
-    StoreError,
     TransientError,
 )
 from ckptstore.keys import check_key, parse_partial_key, partial_key
@@ -44,7 +43,7 @@ from ckptstore.stores._posix import (
     write_file,
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
-from ckptstore.stores.local_errors import ADVICE, ERRORS
+from ckptstore.stores.local_errors import local_error
 
 _NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -347,14 +346,8 @@ class LocalStore(Store):
         except CkptStoreError:
             raise
         except OSError as error:
-            code = error.errno or 0
-            kind = ERRORS.get(code, StoreError)
-            advice = self._space(nbytes) if code == errno.ENOSPC else ADVICE.get(code)
-            if advice is None:
-                advice = "try again" if kind is TransientError else "look into the system log"
-            reason = error.strerror or str(error)
-            message = f"cannot {verb} {key!r} in {self._root}: {reason}; {advice}"
-            raise kind(message, key=key, errno=error.errno) from error
+            advice = self._space(nbytes) if error.errno == errno.ENOSPC else None
+            raise local_error(error, f"cannot {verb} {key!r} in {self._root}", key, advice) from error
 
     def _space(self, nbytes: int) -> str:
         """What is lacking, asked for after the scratch file is gone."""

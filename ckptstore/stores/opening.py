@@ -17,7 +17,7 @@ from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.remote import RemoteStore
 from ckptstore.stores.remote_errors import NotSupported
-from ckptstore.stores.retry import RetryPolicy, RetryStore
+from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
 from ckptstore.stores.trace import StoreEvent, TraceStore
 
 SUPPORTED = "a folder, file:///folder, memory://name, s3://bucket/prefix or gs://bucket/prefix (gcs:// is the same)"
@@ -37,6 +37,7 @@ def open_store(
     concurrency: int | None = None,
     unsafe_single_writer: bool = False,
     on_event: Callable[[StoreEvent], None] | None = None,
+    on_retry: Callable[[RetryEvent], object] | None = None,
     transport: str | None = None,
 ) -> Store:
     """The store at ``url``, with a limit on its concurrency and with retries.
@@ -49,26 +50,30 @@ def open_store(
         unsafe_single_writer: on s3 and gs, do without conditional puts. Only for servers that lack them, and
             only where one process at a time writes.
         on_event: told of every call, retries included.
+        on_retry: told of every failed call that is tried again, before the wait.
         transport: "fsspec" or "obstore", for s3 and gs; by default the faster one that takes all options.
 
     Raises:
         InvalidArgumentError: the URL or an option makes no sense, or a library for it is not installed.
     """
-    _check_types(url, storage_options, retry, concurrency, on_event)
+    _check_types(url, storage_options, retry, concurrency, on_event, on_retry)
     base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer, transport)
     store: Store = LimitStore(base, base.traits.concurrency if concurrency is None else concurrency)
     if on_event is not None:
         store = TraceStore(store, on_event)
-    return RetryStore(store, retry or RetryPolicy())
+    return RetryStore(store, retry or RetryPolicy(), on_retry=on_retry)
 
 
-def _check_types(url: object, options: object, retry: object, concurrency: object, on_event: object) -> None:
+def _check_types(
+    url: object, options: object, retry: object, concurrency: object, on_event: object, on_retry: object
+) -> None:
     checks = (
         ("url", url, isinstance(url, (str, os.PathLike)), SUPPORTED),
         ("storage_options", options, options is None or isinstance(options, Mapping), "a dict"),
         ("retry", retry, retry is None or isinstance(retry, RetryPolicy), "a RetryPolicy"),
         ("concurrency", concurrency, concurrency is None or type(concurrency) is int, "a whole number"),
         ("on_event", on_event, on_event is None or callable(on_event), "a function"),
+        ("on_retry", on_retry, on_retry is None or callable(on_retry), "a function"),
     )
     for name, value, good, wanted in checks:
         if not good:

@@ -16,6 +16,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -308,17 +309,27 @@ class GCSBackend(Backend):
     def _open(self) -> Any:
         # Else gcsfs asks for the type of each bucket over gRPC, and waits a minute where there is no gRPC.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-        from aiohttp import ClientTimeout
+        from aiohttp import ClientTimeout, TraceConfig
         from gcsfs.core import GCSFileSystem
 
         check_options(self.options, GCSFileSystem)
         limits = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
-        return GCSFileSystem(**{"requests_timeout": limits, **self.options})
+        listener = TraceConfig()
+        listener.on_request_end.append(_keep_headers)
+        session = dict(self.options.get("session_kwargs") or {})
+        session["trace_configs"] = [*session.get("trace_configs", ()), listener]
+        return GCSFileSystem(**{"requests_timeout": limits, **self.options, "session_kwargs": session})
 
     async def _request(self, fs: Any, method: str, path: str, *names: str, **rest: Any) -> tuple[int, Any, bytes]:
         function = type(fs)._request
         single = getattr(function, "__wrapped__", function)
-        status, headers, _, contents = await single(fs, method, path, *names, **rest)
+        try:
+            status, headers, _, contents = await single(fs, method, path, *names, **rest)
+        except Exception as error:
+            answered = _headers.get({})
+            if "Retry-After" in answered:
+                error.retry_after = answered["Retry-After"]  # type: ignore[attr-defined]
+            raise
         return status, headers, contents
 
     async def _json(self, fs: Any, method: str, path: str, *names: str, **rest: Any) -> dict[str, Any]:
@@ -327,6 +338,14 @@ class GCSBackend(Backend):
         if not isinstance(reply, dict):
             raise TransientError(f"the answer to {method} is not a JSON object")
         return reply
+
+
+_headers: ContextVar[Mapping[str, str]] = ContextVar("headers of the last answer")
+
+
+async def _keep_headers(_session: Any, _context: Any, answer: Any) -> None:
+    """gcsfs turns a refusal into an exception without its headers. Called in the task of the request."""
+    _headers.set(answer.response.headers)
 
 
 def _gcs_info(item: Mapping[str, Any]) -> ObjectInfo:

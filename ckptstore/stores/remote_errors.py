@@ -2,39 +2,51 @@
 
 :func:`translate` looks at, in this order: the S3 error code, the HTTP status, the class of the
 exception, the errno. What it does not know becomes a plain StoreError; whoever raises the translation
-chains the original to it.
+chains the original to it. The tables are shown in docs/retries.md.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import re
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ckptstore.errors import (
     AccessError,
     CkptStoreError,
+    Failure,
     InvalidArgumentError,
     RepositoryNotFoundError,
     StoreError,
     StoreFullError,
+    ThrottledError,
     TransientError,
+    reworded,
 )
 
 
 class Missing(StoreError):
     """HTTP 404 that may concern the object or its bucket. Stays inside the remote store."""
 
+    failure: Failure = "settled"
+
 
 class PreconditionRefused(StoreError):
     """A condition of the request did not hold: the object exists. Stays inside the remote store."""
 
+    failure: Failure = "settled"
+
 
 class RangeRefused(StoreError):
     """No byte of the object lies in the range asked for. Stays inside the remote store."""
+
+    failure: Failure = "settled"
 
 
 class NotSupported(StoreError):
@@ -44,6 +56,8 @@ class NotSupported(StoreError):
 class CredentialsExpired(AccessError):
     """The credentials were good once; fresh ones may be had by opening the file system again."""
 
+    failure: Failure = "auth-refresh"
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -51,9 +65,17 @@ class Verdict:
 
     kind: type[CkptStoreError]
     advice: str
+    unsettled: bool = False
+
+    @property
+    def failure(self) -> Failure:
+        """The class of the failure."""
+        return "unsettled" if self.unsettled else self.kind("").failure
 
 
 TRANSIENT = Verdict(TransientError, "it may pass: try again")
+THROTTLED = Verdict(ThrottledError, "the store is asked too often or too busy: try again later, with fewer requests")
+CONFLICT = Verdict(TransientError, "another request for it is under way: try again", unsettled=True)
 FULL = Verdict(StoreFullError, "free space or raise the quota, for example by pruning old checkpoints")
 DENIED = Verdict(
     AccessError,
@@ -87,12 +109,15 @@ def _table(groups: Mapping[Verdict, str]) -> dict[str, Verdict]:
 S3_CODES: dict[str, Verdict] = _table(
     {
         TRANSIENT: (
-            "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException RequestThrottled TooManyRequests "
-            "RequestLimitExceeded BandwidthLimitExceeded ServiceUnavailable Busy InternalError InternalFailure "
-            "RequestTimeout RequestTimeoutException IncompleteBody BadDigest XAmzContentSHA256Mismatch "
-            "XAmzContentChecksumMismatch ConditionalRequestConflict OperationAborted ConcurrentModification "
-            "XMinioServerNotInitialized XMinioBackendDown XMinioReadQuorum XMinioWriteQuorum ClientDisconnected"
+            "InternalError InternalFailure RequestTimeout RequestTimeoutException IncompleteBody BadDigest "
+            "XAmzContentSHA256Mismatch XAmzContentChecksumMismatch XMinioServerNotInitialized XMinioBackendDown "
+            "XMinioReadQuorum XMinioWriteQuorum ClientDisconnected"
         ),
+        THROTTLED: (
+            "SlowDown SlowDownRead SlowDownWrite Throttling ThrottlingException RequestThrottled TooManyRequests "
+            "RequestLimitExceeded BandwidthLimitExceeded ServiceUnavailable Busy"
+        ),
+        CONFLICT: "ConditionalRequestConflict OperationAborted ConcurrentModification",
         FULL: (
             "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded XMinioObjectQuotaExceeded "
             "InsufficientStorage InsufficientCapacity ServiceQuotaExceededException"
@@ -132,17 +157,19 @@ STATUSES: dict[int, Verdict] = {
     404: MISSING,
     405: UNSUPPORTED,
     408: TRANSIENT,
-    409: TRANSIENT,  # a conflict with a request still under way; what is settled has its own code
+    409: CONFLICT,  # what is settled has its own code
     411: CHECKSUMS,
     412: EXISTS,
     413: TOO_LARGE,
     416: NO_RANGE,
     425: TRANSIENT,
-    429: TRANSIENT,
+    429: THROTTLED,
     499: TRANSIENT,
     501: UNSUPPORTED,
     507: FULL,
-    **dict.fromkeys((500, 502, 503, 504, 509, *range(520, 531)), TRANSIENT),
+    503: THROTTLED,
+    509: THROTTLED,
+    **dict.fromkeys((500, 502, 504, *range(520, 531)), TRANSIENT),
 }
 """HTTP statuses, where there is no known code."""
 
@@ -215,12 +242,16 @@ def translate(error: BaseException, action: str, key: str | None, place: Place) 
     """The error of ours that says what ``error``, met during ``action``, means."""
     target = f"{action} {key!r} in {place}" if key is not None else f"{action} {place}"
     if isinstance(error, CkptStoreError):
-        return type(error)(f"cannot {target}: {error}", key=key)
+        return reworded(error, f"cannot {target}: {error}", key)
     verdict, detail = judge(error)
     if verdict is REGION:
         detail += _regions(error, place)
     number = error.errno if isinstance(error, OSError) and _response(error) is None else None
-    return verdict.kind(f"cannot {target}: {place.clean(detail)}; {verdict.advice}", key=key, errno=number)
+    ours = verdict.kind(f"cannot {target}: {place.clean(detail)}; {verdict.advice}", key=key, errno=number)
+    ours.failure = verdict.failure
+    if isinstance(ours, ThrottledError):
+        ours.retry_after = _retry_after(error)
+    return ours
 
 
 def judge(error: BaseException) -> tuple[Verdict, str]:
@@ -244,19 +275,40 @@ def _judge_s3(response: Mapping[str, Any]) -> tuple[Verdict, str]:
     return S3_CODES.get(code) or STATUSES.get(status, UNKNOWN), f"{said} (HTTP {status})" if status else said
 
 
+GCS_TEXTS: tuple[tuple[str, str, Verdict], ...] = (
+    ("FileNotFoundError", "", MISSING),
+    ("FileExistsError", "", EXISTS),
+    ("OSError", r"^Forbidden[\s\S]*rate.?limit", THROTTLED),
+    ("OSError", r"^Forbidden[\s\S]*quota.?exceeded", FULL),
+    ("OSError", r"^Forbidden", DENIED),
+    ("HttpError", r"Invalid Credentials[\s\S]*\b401\b", EXPIRED),
+)
+"""gcsfs turns some statuses into exceptions that only their class and text tell apart. Else the status counts."""
+
+
 def _judge_gcs(error: BaseException) -> Verdict | None:
-    """gcsfs turns some statuses into built-in exceptions, recognisable by their text only."""
-    text = str(error)
-    if type(error) is FileNotFoundError:
-        return MISSING
-    if type(error) is FileExistsError:
-        return EXISTS
-    if type(error) is OSError and text.startswith("Forbidden"):
-        return TRANSIENT if re.search(r"(?i)rate.?limit", text) else DENIED
-    if type(error).__module__ == "gcsfs.retry" and type(error).__name__ == "HttpError":
-        status = _number(getattr(error, "code", None))
-        return EXPIRED if status == 401 and "Invalid Credentials" in text else STATUSES.get(status)
-    return None
+    name = type(error).__name__
+    if type(error).__module__ not in ("builtins", "gcsfs.retry"):
+        return None
+    for kind, pattern, verdict in GCS_TEXTS:
+        if name == kind and re.search(pattern, str(error), re.IGNORECASE):
+            return verdict
+    return STATUSES.get(_number(getattr(error, "code", None))) if name == "HttpError" else None
+
+
+def _retry_after(error: BaseException) -> float | None:
+    """What the header asks for, in seconds; it holds a number or a date."""
+    headers = ((_response(error) or {}).get("ResponseMetadata") or {}).get("HTTPHeaders") or {}
+    kept = (getattr(link, "retry_after", None) for link in chain(error))  # gcsfs drops it, our backend does not
+    text = str(headers.get("retry-after") or next(filter(None, kept), ""))
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, TypeError):
+            return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _judge_class(error: BaseException) -> Verdict | None:

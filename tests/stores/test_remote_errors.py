@@ -26,6 +26,7 @@ from ckptstore.errors import (
     RepositoryNotFoundError,
     StoreError,
     StoreFullError,
+    ThrottledError,
     TransientError,
 )
 from ckptstore.stores.remote_errors import (
@@ -61,7 +62,7 @@ def kind_of(error: BaseException) -> type[CkptStoreError]:
 @pytest.mark.parametrize(
     ("code", "status", "expected"),
     [
-        ("SlowDown", 503, TransientError),
+        ("SlowDown", 503, ThrottledError),
         ("InternalError", 500, TransientError),
         ("RequestTimeout", 400, TransientError),
         ("XAmzContentSHA256Mismatch", 400, TransientError),
@@ -71,8 +72,8 @@ def kind_of(error: BaseException) -> type[CkptStoreError]:
         ("OperationAborted", 409, TransientError),
         ("ConcurrentModification", 409, TransientError),
         ("409", 409, TransientError),
-        ("429", 429, TransientError),
-        ("SomethingNew", 503, TransientError),
+        ("429", 429, ThrottledError),
+        ("SomethingNew", 503, ThrottledError),
         ("SomethingNew", 522, TransientError),
         ("PreconditionFailed", 412, PreconditionRefused),
         ("412", 412, PreconditionRefused),
@@ -114,11 +115,11 @@ def test_s3_codes(code: str, status: int, expected: type[CkptStoreError]) -> Non
         (FileNotFoundError("b/x/o/y"), Missing),
         (FileExistsError("b/x/o"), PreconditionRefused),
         (OSError("Forbidden: b/x/o\nno access"), AccessError),
-        (OSError("Forbidden: b/x/o\nRate limit exceeded"), TransientError),
+        (OSError("Forbidden: b/x/o\nRate limit exceeded"), ThrottledError),
         (HttpError({"code": 401, "message": "Invalid Credentials"}), CredentialsExpired),
         (HttpError({"code": 401, "message": "Anonymous caller"}), AccessError),
-        (HttpError({"code": "429", "message": ""}), TransientError),
-        (HttpError({"code": 503}), TransientError),
+        (HttpError({"code": "429", "message": ""}), ThrottledError),
+        (HttpError({"code": 503}), ThrottledError),
         (HttpError({"code": 416}), RangeRefused),
         (HttpError({"code": 507}), StoreFullError),
         (HttpError({"code": 400, "message": "no"}), StoreError),
@@ -181,7 +182,7 @@ def test_cause_decides_context_does_not() -> None:
     wrapped, unrelated = RuntimeError("wrapped"), RuntimeError("a bug")
     wrapped.__cause__ = client_error("SlowDown", 503)
     unrelated.__context__ = client_error("SlowDown", 503)
-    assert kind_of(wrapped) is TransientError
+    assert kind_of(wrapped) is ThrottledError
     assert kind_of(unrelated) is StoreError
     for bug in (TypeError("a bug"), RuntimeError("a bug")):
         bug.__cause__ = FileNotFoundError("something local")

@@ -351,7 +351,7 @@ SAID = "Error performing PUT http://h/b/k in 1ms - Server returned non-2xx statu
             lambda: FileNotFoundError(SAID.format("404 Not Found", "<Code>NoSuchBucket</Code>")),
             ckptstore.RepositoryNotFoundError,
         ),
-        (lambda: exceptions.GenericError(SAID.format("503 Service Unavailable", "<html>")), TransientError),
+        (lambda: exceptions.GenericError(SAID.format("503 Service Unavailable", "<html>")), ckptstore.ThrottledError),
         (lambda: exceptions.GenericError("HTTP error: x\n\nDebug source:\nHttpError {kind: Connect}"), TransientError),
         (lambda: exceptions.GenericError("what is this"), StoreError),
         (lambda: exceptions.NotSupportedError("never heard of it"), StoreError),

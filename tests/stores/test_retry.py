@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
+import logging
+import math
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from ckptstore.errors import (
     AccessError,
+    CorruptionError,
     DeadlineError,
+    Failure,
     InvalidArgumentError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -24,12 +31,13 @@ from ckptstore.errors import (
     RetriesExhaustedError,
     StoreError,
     StoreFullError,
+    ThrottledError,
     TransientError,
 )
-from ckptstore.stores.base import ObjectInfo, Store
+from ckptstore.stores.base import Body, ObjectInfo, Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
-from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
+from ckptstore.stores.retry import TREATMENTS, RetryEvent, RetryPolicy, RetryStore, failure_of, reports
 from ckptstore.testing.faults import Fault, FaultStore
 
 VERBS: dict[str, Callable[[Store], object]] = {
@@ -87,7 +95,7 @@ def test_attempts_are_finite(slept: list[float], verb: str) -> None:
 def test_one_attempt(slept: list[float]) -> None:
     """One attempt is no retry."""
     faulty = FaultStore(full(), [fault("get", TransientError("once"))])
-    with pytest.raises(RetriesExhaustedError, match="after 1 attempts"):
+    with pytest.raises(RetriesExhaustedError, match="after 1 attempt in"):
         RetryStore(faulty, RetryPolicy(attempts=1), sleep=slept.append).get("a/1")
     assert slept == []
 
@@ -304,3 +312,220 @@ def test_no_endless_retry_in_the_source() -> None:
             uses += 1
             assert "stop=" in text[match.start() : match.start() + 120], path
     assert uses == 1
+
+
+# --- classes, budgets and events --------------------------------------------------------------------
+
+
+def test_every_class_of_failure_has_a_treatment() -> None:
+    """What each class gets is said once, and only classes of TransientError are ever tried again."""
+    assert set(TREATMENTS) == set(get_args(Failure))
+    tried = {failure for failure, each in TREATMENTS.items() if each.waits is not None}
+    assert tried == {"transient", "throttled", "unsettled", "auth-refresh"}
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TransientError("x"), "transient"),
+        (TransientError("x", failure="unsettled"), "unsettled"),
+        (ThrottledError("x"), "throttled"),
+        (StoreFullError("x"), "space"),
+        (AccessError("x"), "permanent"),
+        (StoreError("x"), "permanent"),
+        (ObjectExistsError("x"), "settled"),
+        (ObjectNotFoundError("x"), "settled"),
+        (RepositoryNotFoundError("x"), "permanent"),
+        (CorruptionError("x"), "integrity"),
+        (ValueError("x"), "permanent"),
+    ],
+    ids=str,
+)
+def test_the_class_of_a_failure_travels_with_it(error: BaseException, expected: Failure) -> None:
+    """Every error says its class, also in another process."""
+    assert failure_of(error) == expected
+    assert failure_of(pickle.loads(pickle.dumps(error))) == expected
+
+
+def test_facts_of_an_error_survive_pickling() -> None:
+    """A save may fail in another process: what its error knows arrives."""
+    throttled = pickle.loads(pickle.dumps(ThrottledError("slow", key="k", errno=11, retry_after=7.5)))
+    assert (throttled.key, throttled.errno, throttled.retry_after, throttled.failure) == ("k", 11, 7.5, "throttled")
+    spent = pickle.loads(pickle.dumps(RetriesExhaustedError("x", attempts=3, seconds=1.5)))
+    assert (spent.attempts, spent.seconds) == (3, 1.5)
+
+
+def test_throttling_is_met_with_patience(slept: list[float]) -> None:
+    """A wait is at least what the store asks for, but never longer than the cap; without a word, a second or so."""
+    asked = [3.0, 1000.0, 0.0, None]
+    faults = [fault("get", ThrottledError("slow down", retry_after=seconds)) for seconds in asked]
+    RetryStore(FaultStore(full(), faults), RetryPolicy(cap=15.0), sleep=slept.append).get("a/1")
+    assert 3.0 <= slept[0] <= 15.0
+    assert slept[1] == 15.0
+    waits: list[float] = []
+    for _ in range(50):
+        store = RetryStore(FaultStore(full(), [fault("get", ThrottledError("x"))]), sleep=waits.append)
+        store.get("a/1")
+    assert 0.5 < max(waits) <= 1.0  # ten times the first wait after a reset connection
+
+
+def test_renewed_credentials_are_tried_once_and_at_once(slept: list[float]) -> None:
+    """After the credentials were read anew there is one more attempt, without a wait."""
+    renewed = TransientError("renewed", failure="auth-refresh")
+    RetryStore(FaultStore(full(), [fault("get", renewed)]), sleep=slept.append).get("a/1")
+    assert slept == [0.0]
+    faulty = FaultStore(full(), [fault("get", renewed, times=None)])
+    with pytest.raises(RetriesExhaustedError, match="2 attempts") as caught:
+        RetryStore(faulty, sleep=slept.append).get("a/1")
+    assert caught.value.failure == "auth-refresh"
+
+
+def test_errors_that_seldom_pass_get_few_attempts(slept: list[float]) -> None:
+    """EIO is tried a few times; failures of another kind in between do not count against it."""
+    bad = TransientError("bad disk", most=3)
+    faulty = FaultStore(full(), [fault("get", TransientError("x"), times=9), fault("get", bad, times=None)])
+    with pytest.raises(RetriesExhaustedError) as caught:
+        RetryStore(faulty, sleep=slept.append).get("a/1")
+    assert faulty.fired == (9, 3)
+    assert caught.value.attempts == 12
+
+
+def test_a_path_that_cannot_be_fails_soon(tmp_path: Path) -> None:
+    """A put into a place where no folder can be made ends after a few attempts, not after minutes."""
+    store = RetryStore(LocalStore("/proc/self/nowhere"))
+    heard: list[RetryEvent] = []
+    store._on_retry = heard.append
+    with pytest.raises(StoreError):
+        store.put("a/1", b"x")
+    assert sum(event.wait for event in heard) < 5
+
+
+def test_default_budget_survives_half_a_minute() -> None:
+    """With the defaults, a store that is down for 30 seconds costs time and no save; one that stays down ends."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    class Down(MemoryStore):
+        until = 30.0
+
+        def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if now[0] < self.until:
+                raise ThrottledError("503") if int(now[0]) % 2 else TransientError("reset")
+            return super().get(key, start, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: now[0])
+        inner = Down()
+        for _ in range(300):
+            now[0] = 0.0
+            inner.put("a/1", b"body")
+            assert RetryStore(inner, sleep=sleep).get("a/1") == b"body"
+            assert now[0] < 100
+        inner.until, now[0] = math.inf, 0.0
+        with pytest.raises(RetriesExhaustedError):
+            RetryStore(inner, sleep=sleep).get("a/1")
+        assert now[0] <= RetryPolicy().deadline
+
+
+def test_progress_refreshes_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the store answers others, a call that is out of luck is given up by its attempts, not by the clock."""
+    now = [0.0]
+    faulty = FaultStore(full(), [fault("get", TransientError("unlucky"), times=None)])
+
+    def sleep(seconds: float) -> None:
+        now[0] += 20.0
+        if helping:
+            store.info("a/1")
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    store = RetryStore(faulty, RetryPolicy(attempts=10, deadline=60.0), sleep=sleep)
+    helping = True
+    with pytest.raises(RetriesExhaustedError) as caught:
+        store.get("a/1")
+    assert (caught.value.attempts, caught.value.seconds) == (10, 180.0)
+    helping = False
+    now[0] += 1000
+    with pytest.raises(RetriesExhaustedError) as caught:
+        store.get("a/1")
+    assert caught.value.attempts < 5
+    monkeypatch.undo()
+
+
+def test_exhausted_tells_once_what_to_do(slept: list[float]) -> None:
+    """The last error says how often and how long, and what to do only once."""
+    error = TransientError("cannot get 'a/1' in s3://b: reset; it may pass: try again", key="a/1")
+    faulty = FaultStore(full(), [fault("get", error, times=None)])
+    with pytest.raises(RetriesExhaustedError) as caught:
+        RetryStore(faulty, RetryPolicy(attempts=4), sleep=slept.append).get("a/1")
+    assert caught.value.attempts == 4
+    assert caught.value.seconds >= 0
+    assert caught.value.failure == "transient"
+    assert str(caught.value).count("try again") == 1
+
+
+def test_events_tell_class_and_time(slept: list[float]) -> None:
+    """An event says of which class the failure is and how long the call has been at it."""
+    heard: list[RetryEvent] = []
+    faults = [fault("get", ThrottledError("slow")), fault("get", TransientError("reset"))]
+    RetryStore(FaultStore(full(), faults), sleep=slept.append, on_retry=heard.append).get("a/1")
+    assert [(event.failure, event.attempt) for event in heard] == [("throttled", 1), ("transient", 2)]
+    assert all(event.seconds >= 0 for event in heard)
+
+
+def test_a_listener_that_fails_fails_nothing(slept: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """What ``on_retry`` raises is logged, but a Ctrl-C in it passes."""
+
+    def bad(event: RetryEvent) -> None:
+        raise ValueError("a bug in the hook")
+
+    def interrupt(event: RetryEvent) -> None:
+        raise KeyboardInterrupt
+
+    faulty = FaultStore(full(), [fault("get", TransientError("x"), times=2)])
+    assert RetryStore(faulty, sleep=slept.append, on_retry=bad).get("a/1") == b"body"
+    assert "on_retry failed" in caplog.text
+    faulty = FaultStore(full(), [fault("get", TransientError("x"))])
+    with pytest.raises(KeyboardInterrupt):
+        RetryStore(faulty, sleep=slept.append, on_retry=interrupt).get("a/1")
+
+
+def test_the_log_is_no_flood(slept: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """First retries are information, later ones warnings; a thousand of them are a line or two."""
+    caplog.set_level(logging.INFO, "ckptstore")
+    faulty = FaultStore(full(), [fault("get", TransientError("reset"), times=None)])
+    store = RetryStore(faulty, RetryPolicy(attempts=20, deadline=1e6), sleep=slept.append)
+    for _ in range(50):
+        with pytest.raises(RetriesExhaustedError):
+            store.get("a/1")
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    assert "attempt 4 failed" in caplog.records[1].message
+    assert "transient" in caplog.records[1].message
+    lines: list[str] = []
+    report = reports(lambda level, text: lines.append(text))
+    event = RetryEvent("get", "k", TransientError("reset"), 9, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(100):
+            patch.setattr("time.monotonic", lambda number=number: float(number))
+            report(event)
+    assert len(lines) == 10
+    assert "9 more like this" in lines[1]
+
+
+def test_a_failed_put_frees_its_body(slept: list[float]) -> None:
+    """When the retries are spent and the error is gone, the buffer is free at once, without the garbage collector."""
+
+    class Down(MemoryStore):
+        def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
+            raise TransientError("down")
+
+    buffer = bytearray(100)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(RetriesExhaustedError):
+            RetryStore(Down(), sleep=slept.append).put("a/2", memoryview(buffer))
+        buffer.extend(b"no view of it is left")
+    finally:
+        gc.enable()

@@ -1,0 +1,76 @@
+"""Patience: what a thread waits with. When the work that it belongs to is given up, its waits end at once.
+
+A thread pool that works for a save or load adopts the patience of that piece of work. Back-offs sleep on it, requests
+in flight end with it (after a moment of grace), so a Ctrl-C in the main thread waits for neither.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckptstore.errors import DeadlineError
+
+GRACE_SECONDS = 3.0
+"""How long a call that is under way when its work is given up may take to end by itself."""
+
+
+class Patience:
+    """Lasts until somebody calls ``end``. Thread-safe; survives a fork, in which the child has ended nothing."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: dict[object, Callable[[], None]] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the work was given up."""
+        return self._ended.is_set()
+
+    def end(self) -> None:
+        """Give the work up: all who wait are woken. May be called twice."""
+        self._ended.set()
+        with self._lock:
+            callbacks = list(self._callbacks.values())
+        for callback in callbacks:
+            callback()
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep, unless the work is or has been given up: then False, at once."""
+        return not self._ended.wait(seconds)
+
+    def check(self, what: str) -> None:
+        """DeadlineError if the work was given up: nothing is begun for it any more."""
+        if self._ended.is_set():
+            raise DeadlineError(f"{what} was not begun: the work that it belongs to was given up")
+
+    @contextmanager
+    def telling(self, callback: Callable[[], None]) -> Iterator[None]:
+        """During the block, ``callback`` is called when the work is given up (at once if it was). Maybe twice."""
+        token = object()
+        with self._lock:
+            self._callbacks[token] = callback
+        try:
+            if self._ended.is_set():
+                callback()
+            yield
+        finally:
+            with self._lock:
+                del self._callbacks[token]
+
+
+_threads = threading.local()
+_ENDLESS = Patience()  # of threads that belong to nothing: the caller's own, which a Ctrl-C reaches by itself
+
+
+def current() -> Patience:
+    """The patience of this thread."""
+    patience: Patience = getattr(_threads, "patience", _ENDLESS)
+    return patience
+
+
+def adopt(patience: Patience) -> None:
+    """From now on this thread works for the work that ``patience`` belongs to."""
+    _threads.patience = patience
