@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptstore import keys
@@ -21,7 +20,7 @@ from ckptstore.manifest import (
     decode_manifest,
     decode_marker,
 )
-from ckptstore.pipeline import Meter, Progress
+from ckptstore.pipeline import Meter, Progress, side_by_side
 from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index
 from ckptstore.stores.base import Store
 
@@ -270,8 +269,7 @@ class Catalog:
             except CorruptionError as error:
                 return commit, error
 
-        with ThreadPoolExecutor(self.store.traits.concurrency) as pool:
-            return [pair for pair in pool.map(read, commits) if pair is not None]
+        return [pair for pair in side_by_side(self.store.traits.concurrency, read, commits) if pair is not None]
 
     def spent_attempts(self, epoch: int) -> frozenset[str] | None:
         """Attempts that a commit of ``epoch`` refers to; None if a manifest of it cannot be read.

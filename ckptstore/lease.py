@@ -13,18 +13,29 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from ckptstore import keys
-from ckptstore.errors import CkptStoreError, CorruptionError, ObjectNotFoundError, StoreError, TransactionError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    DeadlineError,
+    ObjectNotFoundError,
+    StoreError,
+    TransactionError,
+)
 from ckptstore.manifest import MAX_LEASE, Lease, decode_lease, encode_lease
+from ckptstore.patience import GRACE_SECONDS, Patience, adopt
 from ckptstore.stores.base import Store
 
 HEARTBEAT = 60.0  # seconds between renewals
 EXPIRY = 900.0  # a lease this old is dead
+JOIN_SECONDS = GRACE_SECONDS + 2.0  # so long the end of a save waits for a renewal that is under way
 LAPSE = EXPIRY - 2 * HEARTBEAT  # a gap between renewals after which the lease may have been taken for dead
 
 log = logging.getLogger("ckptstore")
@@ -92,6 +103,7 @@ class HeldLease:
         self._key = keys.lease_key(attempt)
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._patience = Patience()
         self._thread: threading.Thread | None = None
         self.lapsed = False
         self.renewed = 0.0  # the store's time of the last put
@@ -130,7 +142,7 @@ class HeldLease:
         Raises:
             TransactionError: the lease is gone: a sweeper has ended this attempt.
         """
-        with self._lock:
+        with self._locked(LAPSE):
             try:
                 before = self._store.info(self._key).modified
             except ObjectNotFoundError as error:
@@ -150,14 +162,24 @@ class HeldLease:
     def abandon(self) -> None:
         """Stop the heartbeat and say that the attempt has ended, so that the next one can adopt it."""
         self.stop()
-        with self._lock:
+        with self._locked(JOIN_SECONDS):
             self.lease = msgspec.structs.replace(self.lease, state="abandoned")
             self._put()
 
     def stop(self) -> None:
         self._stop.set()
+        self._patience.end()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(JOIN_SECONDS)  # a store that never returns must not keep us here
+
+    @contextmanager
+    def _locked(self, seconds: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=seconds):
+            raise DeadlineError(f"the renewal of {self._key} hangs: the store does not answer", key=self._key)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
@@ -178,6 +200,7 @@ class HeldLease:
         )
 
     def _beat(self) -> None:
+        adopt(self._patience)
         while not self._stop.wait(HEARTBEAT):
             try:
                 self.renew()

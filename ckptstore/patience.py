@@ -7,6 +7,7 @@ in flight end with it (after a moment of grace), so a Ctrl-C in the main thread 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ GRACE_SECONDS = 3.0
 
 
 class Patience:
-    """Lasts until somebody calls ``end``. Thread-safe; survives a fork, in which the child has ended nothing."""
+    """Lasts until somebody calls ``end``. Thread-safe."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -61,8 +62,20 @@ class Patience:
                 del self._callbacks[token]
 
 
+class _Endless(Patience):
+    """Of threads that belong to nothing: the caller's own, which a Ctrl-C reaches by itself. It has no locks."""
+
+    def sleep(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return True
+
+    @contextmanager
+    def telling(self, callback: Callable[[], None]) -> Iterator[None]:
+        yield
+
+
 _threads = threading.local()
-_ENDLESS = Patience()  # of threads that belong to nothing: the caller's own, which a Ctrl-C reaches by itself
+_ENDLESS = _Endless()
 
 
 def current() -> Patience:

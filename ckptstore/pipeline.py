@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.patience import Patience, adopt, current
 
 WINDOW = 128 * 1024 * 1024
 KEPT = WINDOW // 2
 _SMALLEST_ROOM = 64 * 1024
 
+T = TypeVar("T")
+R = TypeVar("R")
 Progress = Callable[[int, int], None]
 Stage = tuple[ThreadPoolExecutor, Callable[[Any], Any]]
 
@@ -82,6 +85,18 @@ class Rooms:
                 self._held += len(room)
 
 
+def side_by_side(threads: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """The result of ``work`` for each item. An error or an interrupt ends the waits of all."""
+    patience = Patience()
+    pool = ThreadPoolExecutor(threads, "ckptstore-io", adopt, (patience,))
+    try:
+        with current().telling(patience.end):
+            return list(pool.map(work, items))
+    finally:
+        patience.end()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
 class Pipeline:
     """Runs jobs of several stages; ``cpu`` and ``io`` are the two pools a stage can name.
 
@@ -90,8 +105,9 @@ class Pipeline:
     """
 
     def __init__(self, io: int, *, cpu: int | None = None, window: int = WINDOW) -> None:
-        self.cpu = ThreadPoolExecutor(cpu or cores(), thread_name_prefix="ckptstore-cpu")
-        self.io = ThreadPoolExecutor(io, thread_name_prefix="ckptstore-io")
+        self._patience = Patience()
+        self.cpu = self._pool(cpu or cores(), "ckptstore-cpu")
+        self.io = self._pool(io, "ckptstore-io")
         self._window = window
         self._in_flight = 0
         self._jobs: dict[Future[Any], int] = {}
@@ -153,9 +169,13 @@ class Pipeline:
 
         pool.submit(run)
 
+    def _pool(self, threads: int, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=adopt, initargs=(self._patience,))
+
     def close(self) -> None:
-        """Stop the intake and wait until no job runs any more."""
+        """Stop the intake and wait until no job runs any more. Those that wait for another attempt give up."""
         self._stop.set()
+        self._patience.end()
         # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
         self.cpu.shutdown(wait=True, cancel_futures=False)
         self.io.shutdown(wait=True, cancel_futures=False)

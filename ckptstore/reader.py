@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -15,7 +14,7 @@ from ckptstore import garbage, keys
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, ObjectNotFoundError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
-from ckptstore.pipeline import Meter, Pipeline, Rooms, cores
+from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
 from ckptstore.stores.base import Store
 
 
@@ -181,8 +180,8 @@ def missing_chunks(store: Store, chunks: Iterable[ChunkRef]) -> list[Problem]:
                 problems.append(Problem(key, f"has {found[key]} bytes, should have {length}"))
         return problems
 
-    with ThreadPoolExecutor(store.traits.concurrency) as pool:
-        return [problem for problems in pool.map(look, by_attempt) for problem in problems]
+    found = side_by_side(store.traits.concurrency, look, by_attempt)
+    return [problem for problems in found for problem in problems]
 
 
 def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> list[Problem]:

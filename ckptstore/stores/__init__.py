@@ -14,6 +14,7 @@ from ckptstore.stores.opening import open_store, probe_conditional_put
 from ckptstore.stores.remote import RemoteStore
 from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
 from ckptstore.stores.trace import OpLog, StoreEvent, TraceStore
+from ckptstore.stores.watch import WatchStore
 
 __all__ = [
     "Body",
@@ -30,6 +31,7 @@ __all__ = [
     "StoreEvent",
     "StoreTraits",
     "TraceStore",
+    "WatchStore",
     "open_store",
     "probe_conditional_put",
 ]

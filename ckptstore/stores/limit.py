@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptstore.errors import InvalidArgumentError
+from ckptstore.errors import InvalidArgumentError, ThrottledError
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 
 
 class Slots:
     """A semaphore that serves in order. The one of ``threading`` lets a busy thread starve the others:
     a lease would expire behind a stream of chunks.
+
+    A ``ThrottledError`` inside halves the slots (1 is left), once for all calls that were under way; each round of
+    successes, one for each slot, adds one again, up to ``count``.
     """
 
     def __init__(self, count: int) -> None:
@@ -23,7 +26,11 @@ class Slots:
 
     def _begin_process(self) -> None:
         self._pid = os.getpid()
-        self._free = self._count
+        self._limit = self._count
+        self._inside = 0
+        self._round = 0  # how often the slots were cut
+        self._successes = 0
+        self._begun: dict[int, int] = {}  # by thread inside: the round in which it began
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
 
@@ -32,12 +39,18 @@ class Slots:
         """How many threads wait for a slot."""
         return len(self._queue)
 
+    @property
+    def limit(self) -> int:
+        """How many slots there are at the moment."""
+        return self._limit
+
     def __enter__(self) -> None:
         if self._pid != os.getpid():
             self._begin_process()  # forked: those who hold the slots, and maybe the lock, stayed behind
         with self._lock:
-            if self._free:
-                self._free -= 1
+            if self._inside < self._limit and not self._queue:
+                self._inside += 1
+                self._begun[threading.get_ident()] = self._round
                 return
             gate = threading.Lock()
             gate.acquire()
@@ -51,20 +64,33 @@ class Slots:
                 else:
                     self._leave()
             raise
+        self._begun[threading.get_ident()] = self._round
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
+            self._judge(error, self._begun.pop(threading.get_ident(), self._round))
             self._leave()
 
+    def _judge(self, error: BaseException | None, begun: int) -> None:
+        if isinstance(error, ThrottledError):
+            if begun == self._round:  # else it was sent before the last cut
+                self._limit, self._round, self._successes = max(1, self._limit // 2), self._round + 1, 0
+        elif error is None and self._limit < self._count:
+            self._successes += 1
+            if self._successes >= self._limit:
+                self._limit, self._successes = self._limit + 1, 0
+
     def _leave(self) -> None:
-        if self._queue:
+        self._inside -= 1
+        while self._queue and self._inside < self._limit:
+            self._inside += 1
             self._queue.popleft().release()
-        else:
-            self._free += 1
 
 
 class LimitStore(Store):
     """Lets at most ``concurrency`` calls into ``inner`` at once; the others wait, first come first served.
+
+    While the store asks for fewer (``ThrottledError``) it lets in fewer.
 
     Raises:
         InvalidArgumentError: ``concurrency`` is below 1.

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from ckptstore import patience
 from ckptstore.errors import (
     AccessError,
     CkptStoreError,
@@ -88,6 +89,8 @@ class LocalStore(Store):
             try:
                 identity = write_file(handle, body)
                 self._settle(folder)
+                # Given up meanwhile, and the buffer in other use: what was written may be anything.
+                patience.current().check(f"putting {key!r} in place")
                 if if_absent:
                     self._link(key, scratch, name, place, body, identity)
                 else:

@@ -19,6 +19,7 @@ from ckptstore.stores.remote import RemoteStore
 from ckptstore.stores.remote_errors import NotSupported
 from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
 from ckptstore.stores.trace import StoreEvent, TraceStore
+from ckptstore.stores.watch import WatchStore
 
 SUPPORTED = "a folder, file:///folder, memory://name, s3://bucket/prefix or gs://bucket/prefix (gcs:// is the same)"
 
@@ -57,11 +58,14 @@ def open_store(
         InvalidArgumentError: the URL or an option makes no sense, or a library for it is not installed.
     """
     _check_types(url, storage_options, retry, concurrency, on_event, on_retry)
+    policy = retry or RetryPolicy()
     base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer, transport)
+    if isinstance(base, LocalStore):
+        base = WatchStore(base, policy.hang)
     store: Store = LimitStore(base, base.traits.concurrency if concurrency is None else concurrency)
     if on_event is not None:
         store = TraceStore(store, on_event)
-    return RetryStore(store, retry or RetryPolicy(), on_retry=on_retry)
+    return RetryStore(store, policy, on_retry=on_retry)
 
 
 def _check_types(

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
+from ckptstore import patience
 from ckptstore.errors import (
     AccessError,
     CkptStoreError,
+    DeadlineError,
     InvalidArgumentError,
     NotFoundError,
     ObjectExistsError,
@@ -30,6 +33,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.keys import check_key
+from ckptstore.patience import GRACE_SECONDS
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.remote_backends import PAGE, Backend, GCSBackend, Page, S3Backend, Upload
 from ckptstore.stores.remote_errors import (
@@ -48,6 +52,12 @@ _PREFERRED = "obstore"
 _log = logging.getLogger(__name__)
 _FRESH_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
+TRICKLE = 32 * 1024.0
+"""Bytes per second. A request may take its time-outs and the time for its bytes at this speed: a trickle ends too."""
+PAGE_BYTES = 1024 * 1024
+"""What any request without a body of ours is reckoned as: a page of a listing."""
+WHOLE_BYTES = 64 * 1024 * 1024
+"""What a get of a whole object is reckoned as."""
 _inherited: list[Any] = []
 """File systems made before a fork. Their finalizers must not run: they would close the parent's sockets."""
 
@@ -131,7 +141,8 @@ class RemoteStore(Store):
             self.info(key)
             return b""
         try:
-            return self._call("get", key, lambda fs: self._backend.get(fs, self._root + key, start, end))
+            nbytes = WHOLE_BYTES if end is None else end - start
+            return self._call("get", key, lambda fs: self._backend.get(fs, self._root + key, start, end), None, nbytes)
         except Missing as error:
             raise self._absent(key) from error
         except RangeRefused:
@@ -172,7 +183,7 @@ class RemoteStore(Store):
         name = self._root + key
         with self._backend.upload(name, data) as body:
             try:
-                self._call("put", key, lambda fs: self._backend.put(fs, name, body, create), body)
+                self._call("put", key, lambda fs: self._backend.put(fs, name, body, create), body, body.size)
             except Missing as error:
                 raise RepositoryNotFoundError(str(error), key=key) from error
 
@@ -223,11 +234,14 @@ class RemoteStore(Store):
     def _taken(self, key: str) -> ObjectExistsError:
         return ObjectExistsError(f"{key!r} already holds other bytes in {self._place}", key=key)
 
-    def _call(self, action: str, key: str | None, step: Step[T], body: Upload | None = None) -> T:
-        """Run one request and give its result, or our error for what went wrong."""
+    def _call(
+        self, action: str, key: str | None, step: Step[T], body: Upload | None = None, nbytes: int = PAGE_BYTES
+    ) -> T:
+        """Run one request, of about ``nbytes`` at most, and give its result, or our error for what went wrong."""
+        patience.current().check(f"{action} {key or ''!r}")
         fs, _, born = self._current()
         try:
-            return _run(step(fs), fs.loop, body, self._backend.stall)
+            return _run(step(fs), fs.loop, self._backend.stall, nbytes, body)
         except MemoryError:
             raise
         except Exception as error:
@@ -240,7 +254,7 @@ class RemoteStore(Store):
         if isinstance(ours, CredentialsExpired) and time.monotonic() - born > _FRESH_SECONDS:
             if self._opened[2] == born:  # else another thread was faster
                 self._opened = self._open()  # reads the credentials again
-            return TransientError(str(ours), key=key)
+            return TransientError(str(ours), key=key, failure="auth-refresh")
         return ours
 
     def _current(self) -> tuple[Any, int, float]:
@@ -286,21 +300,40 @@ def _backend(scheme: str, options: Mapping[str, Any], transport: str | None) -> 
     return _BACKENDS[scheme]
 
 
-def _run(step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, body: Upload | None, stall: float) -> T:
-    """Run a request on the library's loop and wait for it; give up when its upload stands still."""
+def _run(
+    step: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, stall: float, nbytes: int, body: Upload | None
+) -> T:
+    """Run a request on the library's loop and wait for it.
+
+    Given up when its upload stands still for ``stall`` seconds, when it trickles, and some time after the work that
+    it belongs to was given up.
+    """
+    mine = patience.current()
     future = asyncio.run_coroutine_threadsafe(step, loop)
-    pause = None if body is None else min(1.0, stall / 4)
+    limit = stall + nbytes / TRICKLE
+    pause = limit if body is None else min(1.0, stall / 4)
+    end = time.monotonic() + limit
     try:
-        while not wait([future], timeout=pause).done:
-            reason = body.overdue(stall) if body is not None else None
-            if reason:
-                raise TimeoutError(reason)
+        with mine.telling(partial(_cancel_soon, loop, future.cancel)):
+            while not wait([future], timeout=max(0.0, min(pause, end - time.monotonic()))).done:
+                reason = body.overdue(stall) if body is not None else None
+                if reason is None and time.monotonic() >= end:
+                    reason = f"it was not through after {limit:.0f} s"
+                if reason:
+                    raise TimeoutError(reason)
+        if future.cancelled() and mine.ended:
+            raise DeadlineError("the work that it belongs to was given up")
         return future.result()
     except BaseException:
         future.cancel()  # also on Ctrl-C: the server forgets an upload whose connection is dropped
         raise
     finally:
         del future  # it holds the exception, whose traceback holds this frame
+
+
+def _cancel_soon(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # closed
+        loop.call_soon_threadsafe(loop.call_later, GRACE_SECONDS, cancel)
 
 
 def _release(error: BaseException) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
-from ckptstore.errors import InvalidArgumentError, ObjectNotFoundError, TransientError
+from ckptstore.errors import InvalidArgumentError, ObjectNotFoundError, ThrottledError, TransientError
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.limit import LimitStore, Slots
 from ckptstore.stores.memory import MemoryStore
-from ckptstore.stores.retry import RetryStore
+from ckptstore.stores.retry import RetryPolicy, RetryStore
 from ckptstore.stores.trace import OpLog, StoreEvent, TraceStore
+from ckptstore.stores.watch import WatchStore
 from ckptstore.testing.faults import CrashStore, Fault, FaultStore
 
 
@@ -53,6 +56,7 @@ WRAPPERS: dict[str, Callable[[Store], Store]] = {
     "limit": lambda inner: LimitStore(inner, 3),
     "trace": lambda inner: TraceStore(inner, OpLog()),
     "retry": RetryStore,
+    "watch": lambda inner: WatchStore(inner, 60.0),
     "crash": lambda inner: CrashStore(inner, at=10**9),
     "fault": lambda inner: FaultStore(inner, []),
 }
@@ -273,3 +277,116 @@ def test_memory_clock() -> None:
     assert store.info("a").modified == 10.0
     store.put("a", b"1")
     assert store.info("a").modified == next(store.list()).modified == 20.0
+
+
+# --- limit, while throttled ------------------------------------------------------------------------
+
+
+class Throttling(MemoryStore):
+    """Asks for fewer requests whenever more than ``most`` are inside."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.inside, self.refused = most, 0, 0
+        self._count = threading.Lock()
+
+    def info(self, key: str) -> ObjectInfo:
+        with self._count:
+            self.inside += 1
+            too_many = self.inside > self.most
+            self.refused += too_many
+        time.sleep(0.001)
+        with self._count:
+            self.inside -= 1
+        if too_many:
+            raise ThrottledError("slow down")
+        return ObjectInfo(key, 0, 0.0)
+
+
+def failing(error: BaseException | None) -> Callable[[], None]:
+    def act() -> None:
+        if error is not None:
+            raise error
+
+    return act
+
+
+def through(slots: Slots, *errors: BaseException | None) -> None:
+    """So many calls, one after the other, which fail with these errors."""
+    for error in errors:
+        with suppress(TransientError), slots:
+            failing(error)()
+
+
+def test_throttling_halves_and_success_adds_one() -> None:
+    """Each throttled call halves the slots, never below one; a round of successes, one a slot, adds one again."""
+    slots, slow = Slots(16), ThrottledError("slow down")
+    limits = []
+    for _ in range(6):
+        through(slots, slow)
+        limits.append(slots.limit)
+    assert limits == [8, 4, 2, 1, 1, 1]
+    grown = []
+    for _ in range(1 + 2 + 3 + 4):
+        through(slots, None)
+        grown.append(slots.limit)
+    assert grown == [2, 2, 3, 3, 3, 4, 4, 4, 4, 5]
+    through(slots, TransientError("reset"), TransientError("x"))
+    assert slots.limit == 5
+    through(slots, *[None] * 200)
+    assert slots.limit == 16
+
+
+def test_one_burst_of_throttling_counts_once() -> None:
+    """Calls that were under way together and are all refused say the same thing: the slots are halved once."""
+    slots = Slots(8)
+    together = threading.Barrier(8)
+
+    def call(_: int) -> None:
+        with suppress(ThrottledError), slots:
+            together.wait(60)
+            raise ThrottledError("slow down")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    assert slots.limit == 4
+    through(slots, ThrottledError("again"))
+    assert slots.limit == 2
+
+
+def test_fewer_requests_while_throttled() -> None:
+    """A store that takes four at a time is soon asked for about four at a time, and nothing is lost."""
+    inner = Throttling(4)
+    limit = LimitStore(inner, 16)
+    store = RetryStore(limit, RetryPolicy(attempts=50, base=0.0001, cap=0.001))
+    with ThreadPoolExecutor(16) as pool:
+        assert len(list(pool.map(store.info, map(str, range(600))))) == 600
+    assert limit._slots.limit <= 16
+    assert inner.refused < 300  # all of the time sixteen at once would be refused three times of four
+
+
+def test_fewer_slots_are_fair_and_survive_a_fork() -> None:
+    """With the slots cut those who wait are still served in order; a forked child begins with all slots."""
+    slots = Slots(4)
+    through(slots, *[ThrottledError("x")] * 2)
+    assert slots.limit == 1
+    order: list[int] = []
+
+    def enter(number: int) -> None:
+        with suppress(TransientError), slots:
+            order.append(number)
+            raise TransientError("reset")  # a success would add a slot
+
+    threads = [threading.Thread(target=enter, args=(number,)) for number in range(5)]
+    with suppress(TransientError), slots:
+        for number, thread in enumerate(threads):
+            thread.start()
+            while slots.waiting <= number:
+                thread.join(0.001)
+        raise TransientError("reset")
+    for thread in threads:
+        thread.join(60)
+    assert order == [0, 1, 2, 3, 4]
+    slots._pid = -1  # as a child finds it
+    through(slots, None)
+    assert slots.limit == 4

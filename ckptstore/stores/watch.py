@@ -1,0 +1,258 @@
+"""WatchStore: a mount that hangs ends in DeadlineError, and the program goes on.
+
+A read, write or fsync on a network mount whose server is away may never return, and nothing can end it from outside.
+So each call runs on a daemon thread of a small pool while the caller waits for it with a limit, and leaves it behind
+when that is over. What is left behind
+
+* **publishes nothing**: its patience has ended, and LocalStore asks before it gives an object its name. The caller's
+  buffer may be in other use by then;
+* **may still write into the room of a fetch**: whoever lent it must not use it again (``reader`` lets go of it);
+* **is bounded**: while so many calls hang, others fail at once; while one hangs, others get a few seconds;
+* **holds up no exit** of the interpreter, because the threads are daemons, and no forked child, which begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ckptstore import patience
+from ckptstore.errors import DeadlineError
+from ckptstore.patience import GRACE_SECONDS, Patience
+from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+
+T = TypeVar("T")
+
+SLOWEST = 256 * 1024.0
+"""Bytes per second that a call may take besides its limit."""
+WHOLE = 64 * 1024 * 1024
+"""What a get of a whole object is reckoned as."""
+LISTING_SECONDS = 3600.0
+"""A listing may take longer than the limit as long as entries come; but no longer than this."""
+QUICK_SECONDS = 10.0
+"""The limit of further calls while one hangs: the rest of a save that is lost must not take as long again."""
+MOST_HUNG = 16
+"""While so many calls hang, others are not even begun."""
+IDLE_SECONDS = 5.0
+"""A thread without work ends after so many seconds."""
+
+
+class _Job:
+    """One call on its way through the pool."""
+
+    __slots__ = ("abandoned", "error", "finished", "patience", "reply", "result", "run", "touched")
+
+    def __init__(self, run: Callable[[_Job], Any]) -> None:
+        self.run: Callable[[_Job], Any] | None = run
+        self.patience = Patience()
+        self.reply: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.touched = time.monotonic()
+        self.finished = False
+        self.abandoned = False
+
+    def work(self) -> None:
+        patience.adopt(self.patience)
+        run, self.run = self.run, None  # what it holds is free as soon as it is done
+        assert run is not None
+        try:
+            self.result = run(self)
+        except BaseException as error:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
+            self.error = error
+
+    def wake(self) -> None:
+        self.reply.put(None)
+
+    def outcome(self) -> Any:
+        error, self.error = self.error, None
+        result, self.result = self.result, None
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # or its frames, and the body of a put in them, would stay until the garbage collector runs
+
+
+class _Pool:
+    """Daemon threads that are used again."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.hung = 0
+        self._idle: list[queue.SimpleQueue[_Job | None]] = []
+
+    def start(self, job: _Job) -> None:
+        """Run it on a thread, or right here where the system gives no more threads."""
+        with self.lock:
+            box = self._idle.pop() if self._idle else None
+        if box is None:
+            box = queue.SimpleQueue()
+            try:
+                threading.Thread(target=self._serve, args=(box,), name="ckptstore-store", daemon=True).start()
+            except RuntimeError:
+                before = patience.current()
+                job.work()
+                patience.adopt(before)
+                job.finished = True
+                return
+        box.put(job)
+
+    def abandon(self, job: _Job) -> None:
+        """Nobody waits for it any more."""
+        with self.lock:
+            if not job.finished and not job.abandoned:
+                job.abandoned = True
+                self.hung += 1
+
+    def dismiss(self) -> None:
+        """End the threads that have nothing to do."""
+        with self.lock:
+            idle, self._idle = self._idle, []
+        for box in idle:
+            box.put(None)
+
+    def _serve(self, box: queue.SimpleQueue[_Job | None]) -> None:
+        while True:
+            try:
+                job = box.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self.lock:
+                    if box not in self._idle:
+                        continue  # a job is on its way
+                    self._idle.remove(box)
+                return
+            if job is None:
+                return
+            job.work()
+            with self.lock:
+                job.finished = True
+                self.hung -= job.abandoned
+                self._idle.append(box)  # before the answer, so that the next call finds this thread warm
+            job.wake()
+            del job
+
+
+class WatchStore(Store):
+    """Gives up a call of ``inner`` that has not returned after ``seconds`` and the time that its bytes may take."""
+
+    def __init__(self, inner: Store, seconds: float) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self._pool = _Pool()
+
+    @property
+    def inner(self) -> Store:
+        """The store that does the work."""
+        return self._inner
+
+    @property
+    def hung(self) -> int:
+        """How many calls were given up and have not returned yet."""
+        return self._pool.hung
+
+    @property
+    def traits(self) -> StoreTraits:
+        return self._inner.traits
+
+    def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
+        nbytes = memoryview(data).nbytes
+        self._call("put", key, lambda _: self._inner.put(key, data, if_absent=if_absent), nbytes)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        nbytes = WHOLE if end is None else end - start
+        return self._call("get", key, lambda _: self._inner.get(key, start, end), nbytes)
+
+    def fetch(self, key: str, start: int, end: int, room: memoryview) -> memoryview:
+        return self._call("get", key, lambda _: self._inner.fetch(key, start, end, room), end - start)
+
+    def info(self, key: str) -> ObjectInfo:
+        return self._call("info", key, lambda _: self._inner.info(key))
+
+    def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
+        def whole(job: _Job) -> tuple[ObjectInfo, ...]:
+            found = []
+            for info in self._inner.list(prefix, partial=partial):
+                found.append(info)
+                job.touched = time.monotonic()
+            return tuple(found)
+
+        return iter(self._call("list", prefix, whole))
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda _: self._inner.delete(key))
+
+    def close(self) -> None:
+        if self._pool.pid == os.getpid():
+            self._pool.dismiss()
+        self.watched("close", self._inner.close)
+
+    def watched(self, what: str, run: Callable[[], T]) -> T:
+        """Run anything that touches the mount under the same watch. DeadlineError if it does not return."""
+        return self._call(what, "", lambda _: run())
+
+    def _call(self, verb: str, key: str, run: Callable[[_Job], T], nbytes: int = 0) -> T:
+        mine = patience.current()
+        mine.check(f"{verb} of {key!r}")
+        if self._pool.pid != os.getpid():
+            self._pool = _Pool()  # forked: the threads, and maybe the holder of the lock, stayed behind
+        pool = self._pool
+        limit = self._seconds + max(nbytes, 0) / SLOWEST
+        if pool.hung:
+            limit = min(limit, QUICK_SECONDS)
+            if pool.hung >= MOST_HUNG:
+                raise self._hanging(verb, key, f"{pool.hung} calls hang there already: it was not begun")
+        job = _Job(run)
+        pool.start(job)
+        try:
+            if not job.finished:
+                with mine.telling(job.wake):
+                    self._wait(job, limit, mine)
+        except BaseException:  # a Ctrl-C
+            job.patience.end()
+            _linger(job)
+            pool.abandon(job)
+            raise
+        if not job.finished:
+            pool.abandon(job)  # from here on it counts as hung, unless it has ended just now
+            job.patience.end()
+            if job.abandoned:
+                raise self._hanging(verb, key, f"it has not returned after {time.monotonic() - job.touched:.0f} s")
+        result: T = job.outcome()
+        return result
+
+    def _wait(self, job: _Job, limit: float, mine: Patience) -> None:
+        """Until it is finished, or its time or the patience of this thread is over."""
+        last = time.monotonic() + max(limit, LISTING_SECONDS)
+        while not job.finished:
+            if mine.ended:
+                job.patience.end()
+                _linger(job)
+                return
+            left = min(job.touched + limit, last) - time.monotonic()
+            if left <= 0:
+                return
+            with suppress(queue.Empty):
+                job.reply.get(timeout=left)
+
+    def _hanging(self, verb: str, key: str, why: str) -> DeadlineError:
+        return DeadlineError(
+            f"cannot {verb} {key!r} in {self._inner.traits.url}: the mount hangs, {why}; "
+            "look at the server or network behind it, then try again",
+            key=key or None,
+        )
+
+
+def _linger(job: _Job) -> None:
+    """A call that is given up gets a moment to end by itself, so that nothing happens behind our back."""
+    end = time.monotonic() + GRACE_SECONDS
+    while not job.finished and (left := end - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            job.reply.get(timeout=left)
