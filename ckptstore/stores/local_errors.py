@@ -9,7 +9,7 @@ from ckptstore.errors import AccessError, Failure, StoreError, StoreFullError, T
 FEW = 5
 """Attempts that make sense where a failure seldom passes: a bad disk, or a path that cannot be."""
 
-_NAMES: tuple[tuple[Failure, type[StoreError], int | None, str], ...] = (
+NAMES: tuple[tuple[Failure, type[StoreError], int | None, str], ...] = (
     (
         "transient",
         TransientError,
@@ -23,13 +23,15 @@ _NAMES: tuple[tuple[Failure, type[StoreError], int | None, str], ...] = (
     ("permanent", AccessError, None, "EACCES EPERM EROFS ENAMETOOLONG ELOOP ENOTDIR EISDIR"),
     ("space", StoreFullError, None, "ENOSPC EDQUOT EFBIG"),
 )
+"""Class of failure, error, most attempts, and the errnos. Anything else is a plain StoreError, permanent."""
+
 CLASSES: dict[int, tuple[Failure, type[StoreError], int | None]] = {
     getattr(errno, name): (failure, kind, most)
-    for failure, kind, most, names in _NAMES
+    for failure, kind, most, names in NAMES
     for name in names.split()
     if hasattr(errno, name)
 }
-"""By errno: class of failure, error, and at most how many attempts. Anything else is a plain StoreError, permanent."""
+"""The same by number: not every system has all of them."""
 
 ERRORS: dict[int, type[StoreError]] = {number: kind for number, (_, kind, _) in CLASSES.items()}
 """What an errno means to a caller."""

@@ -205,7 +205,7 @@ CLASSES: dict[str, Verdict] = _table(
 )
 """Exception classes by full name, so that no library need be imported to know them. Subclasses count."""
 
-_ERRNOS: dict[Verdict, str] = {
+ERRNO_NAMES: dict[Verdict, str] = {
     TRANSIENT: (
         "ECONNRESET ECONNREFUSED ECONNABORTED EPIPE ETIMEDOUT EHOSTUNREACH EHOSTDOWN ENETUNREACH ENETDOWN ENETRESET "
         "EAGAIN EINTR EBUSY EIO EMFILE ENFILE ENOBUFS ESHUTDOWN ENOTCONN"
@@ -213,7 +213,7 @@ _ERRNOS: dict[Verdict, str] = {
     FULL: "ENOSPC EDQUOT",
     DENIED: "EACCES EPERM",
 }
-ERRNOS: dict[int, Verdict] = {getattr(errno, name): verdict for name, verdict in _table(_ERRNOS).items()}
+ERRNOS: dict[int, Verdict] = {getattr(errno, name): verdict for name, verdict in _table(ERRNO_NAMES).items()}
 """Error numbers of the operating system (those that s3fs makes up come with a code, which decides)."""
 
 
