@@ -1,0 +1,113 @@
+"""Servers with a proxy in front, and the three ways to them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptstore
+from ckptstore import Repository, RetryPolicy
+from ckptstore.stores import RemoteStore, RetryStore, Store
+from tests.conftest import Bucket
+from tests.proxy import Proxy
+
+QUICK = RetryPolicy(attempts=8, deadline=20.0, base=0.002, cap=0.05)
+
+
+@dataclass
+class Way:
+    """A bucket behind a proxy, and what carries the bodies there."""
+
+    bucket: Bucket
+    proxy: Proxy
+    transport: str
+    prefix: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
+    _opened: list[Any] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return self.bucket.url(self.prefix)
+
+    @property
+    def gcs(self) -> bool:
+        return self.bucket.scheme == "gs"
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Storage options that lead through the proxy."""
+        return {**self.bucket.storage_options, "endpoint_url": self.proxy.endpoint, **more}
+
+    def store(self, retry: RetryPolicy | None = None, **options: Any) -> Store:
+        """A store through the proxy, by default without retries."""
+        name, chosen = self.bucket.name, self.options(**options)
+        store: Store = RemoteStore(
+            self.bucket.scheme, name, self.prefix, storage_options=chosen, transport=self.transport
+        )
+        self._opened.append(store)
+        return store if retry is None else RetryStore(store, retry)
+
+    def repo(self, retry: RetryPolicy = QUICK, options: dict[str, Any] | None = None, **rest: Any) -> Repository:
+        """A repository through the proxy."""
+        chosen = self.options(**(options or {}))
+        rest = {"chunk_size": 1 << 16, "codec": "raw", **rest}
+        repo = ckptstore.open(self.url, chosen, retry, transport=self.transport, **rest)
+        self._opened.append(repo)
+        return repo
+
+    def behind(self, **rest: Any) -> Repository:
+        """The same repository, past the proxy."""
+        repo = ckptstore.open(self.url, self.bucket.storage_options, create=False, **rest)
+        self._opened.append(repo)
+        return repo
+
+    def close(self) -> None:
+        for one in self._opened:
+            one.close()
+
+
+WAYS = {"s3fs": ("s3", "fsspec"), "obstore": ("s3", "obstore"), "gcsfs": ("gcs", "fsspec")}
+
+
+@pytest.fixture(scope="session")
+def proxy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Proxy]]:
+    """One proxy for each server."""
+    made: dict[str, Proxy] = {}
+
+    def proxy(kind: str) -> Proxy:
+        if kind not in made:
+            made[kind] = Proxy(request.getfixturevalue(kind).endpoint).__enter__()
+        return made[kind]
+
+    yield proxy
+    for one in made.values():
+        one.__exit__(None)
+
+
+@pytest.fixture(params=list(WAYS))
+def way(request: pytest.FixtureRequest, proxy_of: Callable[[str], Proxy]) -> Iterator[Way]:
+    """Each way to a server: both S3 transports, and GCS."""
+    kind, transport = WAYS[request.param]
+    found = Way(request.getfixturevalue(kind), proxy_of(kind), transport)
+    yield found
+    found.close()
+
+
+s3_ways = pytest.mark.parametrize("way", ["s3fs", "obstore"], indirect=True)
+s3fs_way = pytest.mark.parametrize("way", ["s3fs"], indirect=True)
+gcs_way = pytest.mark.parametrize("way", ["gcsfs"], indirect=True)
+
+
+def state(seed: int, chunks: int = 3) -> dict[str, Any]:
+    """A model of that many chunks of 64 KiB, none like those of another seed, and a small optimizer."""
+    weights = np.random.default_rng(seed).integers(0, 256, chunks << 16, "u1")
+    return {"model": {"w": weights}, "optimizer": {"step": seed}}
+
+
+def holds(repo: Repository, epoch: int, seed: int | None = None, chunks: int = 3) -> bool:
+    """Whether the epoch loads as it was saved."""
+    found, wanted = repo.checkpoint(epoch).load(), state(epoch if seed is None else seed, chunks)
+    return bool(np.array_equal(found["model"]["w"], wanted["model"]["w"]) and found["optimizer"] == wanted["optimizer"])
