@@ -11,7 +11,7 @@ from tests.proxy import Action, Exchange, Rule
 from tests.proxy_wire import Reply, Seen
 
 
-def answer(reply: Reply, *, after: bool = False) -> Action:
+def answer(reply: Reply, *, after: bool = False, name: str = "") -> Action:
     """Answer in place of the real server, or after it has done its work."""
 
     async def run(exchange: Exchange) -> None:
@@ -19,21 +19,24 @@ def answer(reply: Reply, *, after: bool = False) -> Action:
             await exchange.forward()
         await exchange.send(reply)
 
-    return Action(f"answer {reply.status} {reply.body[:90]!r}{' after' if after else ''}", run)
+    return Action(f"{reply.status} {name or len(reply.body)}{' after' if after else ''}", run)
 
 
 def s3_error(status: int, code: str, extra: str = "", *, after: bool = False, **headers: str) -> Action:
     """Answer with an error document of S3; underscores in names of headers become hyphens."""
     body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>said so</Message>{extra}</Error>'
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return answer(Reply(status, body.encode(), {"Content-Type": "application/xml", **named}), after=after)
+    reply = Reply(status, body.encode(), {"Content-Type": "application/xml", **named})
+    return answer(reply, after=after, name=code)
 
 
 def gcs_error(status: int, message: str, *, after: bool = False, **headers: str) -> Action:
     """Answer with an error document of Google Cloud Storage."""
     body = f'{{"error": {{"code": {status}, "message": "{message}"}}}}'
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return answer(Reply(status, body.encode(), {"Content-Type": "application/json", **named}), after=after)
+    return answer(
+        Reply(status, body.encode(), {"Content-Type": "application/json", **named}), after=after, name=message
+    )
 
 
 def delay(seconds: float) -> Action:

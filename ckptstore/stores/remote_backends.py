@@ -22,11 +22,12 @@ from typing import Any, ClassVar
 
 from ckptstore.errors import InvalidArgumentError, StoreError, TransientError
 from ckptstore.stores.base import Body, ObjectInfo
-from ckptstore.stores.remote_errors import Place
+from ckptstore.stores.remote_errors import MISSING, Place, judge
 
 CONNECT_SECONDS = 10.0
 READ_SECONDS = 60.0
 PAGE = 1000
+_SMALL = 1 << 20
 
 Page = tuple[list[ObjectInfo], str | None]
 _FORCED = {"use_listings_cache": False, "skip_instance_cache": True, "asynchronous": False}
@@ -185,7 +186,7 @@ class S3Backend(Backend):
         reply = await self._call(fs, "get_object", Key=name, **ranged)
         async with reply["Body"] as stream:
             data: bytes = await stream.read()
-        check_length(data, reply.get("ContentLength"), name)
+        check_length(data, name, reply.get("ContentLength"), reply.get("ContentRange"))
         partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206 or reply.get("ContentRange")
         return data if partial or not ranged else data[start:end]
 
@@ -220,8 +221,19 @@ class S3Backend(Backend):
         return fs
 
     async def _check_stored(self, fs: Any, name: str, body: Upload) -> None:
-        """A gateway can answer 200 and an error document: only an ETag, or the stored size, proves a put."""
-        if (await self.info(fs, name)).size != body.size:
+        """A gateway can answer 200 and an error document: only an ETag, or what is stored, proves a put.
+
+        The size alone would not do for small bodies: one that replaces another is often just as long.
+        """
+        try:
+            same = (await self.info(fs, name)).size == body.size
+            if same and body.size <= _SMALL:
+                same = await self.get(fs, name, 0, None) == body.getvalue()
+        except Exception as error:
+            if judge(error)[0] is not MISSING:
+                raise
+            same = False
+        if not same:
             raise TransientError(f"the store acknowledged {name!r} but does not hold it whole")
 
     async def _call(self, fs: Any, operation: str, **arguments: Any) -> Any:
@@ -286,7 +298,7 @@ class GCSBackend(Backend):
         ranged = {} if start == 0 and end is None else {"headers": {"Range": _range(start, end)}}
         status, headers, data = await self._request(fs, "GET", "b/{}/o/{}", self.bucket, name, alt="media", **ranged)
         if "Content-Encoding" not in headers:
-            check_length(data, headers.get("Content-Length"), name)
+            check_length(data, name, headers.get("Content-Length"), headers.get("Content-Range"))
         return data if status == 206 or not ranged else data[start:end]
 
     async def info(self, fs: Any, name: str) -> ObjectInfo:
@@ -365,7 +377,14 @@ def _range(start: int, end: int | None) -> str:
     return f"bytes={start}-" if end is None else f"bytes={start}-{end - 1}"
 
 
-def check_length(data: bytes | memoryview, announced: object, name: str) -> None:
-    """A body that is shorter than it was said to be is not to be trusted."""
-    if announced is not None and len(data) != int(str(announced)):
-        raise TransientError(f"the body of {name!r} ended after {len(data)} of {announced} bytes")
+def check_length(data: bytes | memoryview, name: str, length: object, span: object = None) -> None:
+    """A body that is shorter than it was said to be is not to be trusted.
+
+    Args:
+        length: what Content-Length says, which is wrong where something on the way has cut the body.
+        span: what Content-Range says.
+    """
+    match = re.match(r"bytes (\d+)-(\d+)/", str(span))
+    for announced in (length, int(match[2]) - int(match[1]) + 1 if match else None):
+        if announced is not None and len(data) != int(str(announced)):
+            raise TransientError(f"the body of {name!r} ended after {len(data)} of {announced} bytes")

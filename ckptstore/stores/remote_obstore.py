@@ -179,7 +179,7 @@ class ObstoreBackend(S3Backend):
             self._step_aside(what, str(error))
             return await super().get(fs, name, start, end)
         first, last = reply.range
-        check_length(data, last - first, name)
+        check_length(data, name, last - first)
         return data
 
     async def close(self, fs: Any) -> None:

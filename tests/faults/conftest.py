@@ -15,6 +15,7 @@ from ckptstore import Repository, RetryPolicy
 from ckptstore.stores import RemoteStore, RetryStore, Store
 from tests.conftest import Bucket
 from tests.proxy import Proxy
+from tests.repository.helpers import keys_of, reached
 
 QUICK = RetryPolicy(attempts=8, deadline=20.0, base=0.002, cap=0.05)
 
@@ -58,11 +59,26 @@ class Way:
         self._opened.append(repo)
         return repo
 
-    def behind(self, **rest: Any) -> Repository:
+    def behind(self, create: bool = False) -> Repository:
         """The same repository, past the proxy."""
-        repo = ckptstore.open(self.url, self.bucket.storage_options, create=False, **rest)
+        repo = ckptstore.open(self.url, self.bucket.storage_options, create=create)
         self._opened.append(repo)
         return repo
+
+    def fs(self) -> Any:
+        """The bare client, past the proxy."""
+        import s3fs
+
+        return s3fs.S3FileSystem(**self.bucket.storage_options)
+
+    def debris(self) -> set[str]:
+        """Objects that no checkpoint needs."""
+        store = self.behind().store
+        return set(keys_of(store)) - reached(store)
+
+    def lend(self) -> None:
+        """What was opened last is somebody else's to close."""
+        self._opened.pop()
 
     def close(self) -> None:
         for one in self._opened:
@@ -96,7 +112,8 @@ def way(request: pytest.FixtureRequest, proxy_of: Callable[[str], Proxy]) -> Ite
     found.close()
 
 
-s3_ways = pytest.mark.parametrize("way", ["s3fs", "obstore"], indirect=True)
+every_way = pytest.mark.parametrize("way", list(WAYS), indirect=True)
+both_s3 = pytest.mark.parametrize("way", ["s3fs", "obstore"], indirect=True)
 s3fs_way = pytest.mark.parametrize("way", ["s3fs"], indirect=True)
 gcs_way = pytest.mark.parametrize("way", ["gcsfs"], indirect=True)
 
