@@ -253,12 +253,14 @@ class Exchange:
             self._body += piece
         return bytes(self._body)
 
-    async def forward(self) -> Reply:
-        """Let the real server do it."""
-        body = await self.receive()
+    async def forward(self, instead: bytes | None = None) -> Reply:
+        """Let the real server do it, maybe with another body."""
+        body, head = await self.receive(), self._head
+        if instead is not None:
+            body, head = instead, re.sub(rb"(?i)(content-length: )\d+", rb"\g<1>%d" % len(instead), head)
         reader, writer = await asyncio.open_connection(*self._upstream, limit=_LIMIT)
         try:
-            writer.write(self._head + body)
+            writer.write(head + body)
             await writer.drain()
             return await read_reply(reader, self.seen.method)
         finally:

@@ -6,6 +6,7 @@ a multipart upload; the libraries' own retries are off. Errors leave here untran
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import io
@@ -292,6 +293,7 @@ class GCSBackend(Backend):
             headers={"Content-Type": body.content_type}, **condition,
         )  # fmt: skip
         if reply.get("name") != name or int(reply.get("size", -1)) != body.size:
+            await self._withdraw(fs, name, reply)
             raise TransientError(f"the store acknowledged {name!r} but does not hold it whole")
 
     async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes:
@@ -331,6 +333,14 @@ class GCSBackend(Backend):
         session = dict(self.options.get("session_kwargs") or {})
         session["trace_configs"] = [*session.get("trace_configs", ()), listener]
         return GCSFileSystem(**{"requests_timeout": limits, **self.options, "session_kwargs": session})
+
+    async def _withdraw(self, fs: Any, name: str, reply: Mapping[str, Any]) -> None:
+        """Delete what an upload made of its body, exactly that: else it would be in the way of the next try."""
+        if reply.get("name") == name and "generation" in reply:
+            with contextlib.suppress(Exception):  # the upload has failed all the same
+                await self._request(
+                    fs, "DELETE", "b/{}/o/{}", self.bucket, name, ifGenerationMatch=str(reply["generation"])
+                )
 
     async def _request(self, fs: Any, method: str, path: str, *names: str, **rest: Any) -> tuple[int, Any, bytes]:
         function = type(fs)._request

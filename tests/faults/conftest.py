@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -71,6 +72,14 @@ class Way:
 
         return s3fs.S3FileSystem(**self.bucket.storage_options)
 
+    def stored(self) -> list[str]:
+        """All objects of the repository."""
+        store = RemoteStore(
+            self.bucket.scheme, self.bucket.name, self.prefix, storage_options=self.bucket.storage_options
+        )
+        self._opened.append(store)
+        return keys_of(store)
+
     def debris(self) -> set[str]:
         """Objects that no checkpoint needs."""
         store = self.behind().store
@@ -83,6 +92,16 @@ class Way:
     def close(self) -> None:
         for one in self._opened:
             one.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_loader() -> Iterator[None]:
+    """All clients read botocore's description of S3 from memory: it is most of what opening one costs."""
+    import botocore.session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.lru_cache(botocore.session.create_loader))
+        yield
 
 
 WAYS = {"s3fs": ("s3", "fsspec"), "obstore": ("s3", "obstore"), "gcsfs": ("gcs", "fsspec")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
@@ -79,12 +80,13 @@ def test_default_chunks_are_one_plain_put(way: Way) -> None:
 def test_the_commit_is_the_last_put_and_nothing_is_renamed(way: Way) -> None:
     """63, 64: in save, replace, prune, delete and gc nothing is copied or moved; a save ends with its one manifest."""
     repo = way.repo()
-    for act in (
+    acts: list[Callable[[], object]] = [
         lambda: repo.save(1, state(1)),
         lambda: repo.save(1, state(2), replace=True),
         lambda: repo.save(2, state(3)),
         lambda: repo.save(3, state(4)),
-    ):
+    ]
+    for act in acts:
         with way.proxy.play() as seen:
             act()
         assert {one.verb for one in seen} <= {"put", "create", "get", "list", "info", "delete"}
