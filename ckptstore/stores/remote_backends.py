@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from ckptstore.errors import InvalidArgumentError, StoreError, TransientError
 from ckptstore.stores.base import Body, ObjectInfo
+from ckptstore.stores.remote_answers import check_length, check_listing, check_object
 from ckptstore.stores.remote_errors import MISSING, Place, judge
 
 CONNECT_SECONDS = 10.0
@@ -187,17 +188,20 @@ class S3Backend(Backend):
         reply = await self._call(fs, "get_object", Key=name, **ranged)
         async with reply["Body"] as stream:
             data: bytes = await stream.read()
+        check_object(name, reply.get("ContentType"), reply.get("ETag"), reply.get("LastModified"))
         check_length(data, name, reply.get("ContentLength"), reply.get("ContentRange"))
         partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206 or reply.get("ContentRange")
         return data if partial or not ranged else data[start:end]
 
     async def info(self, fs: Any, name: str) -> ObjectInfo:
         reply = await self._call(fs, "head_object", Key=name)
+        check_object(name, reply.get("ContentType"), reply.get("LastModified"))
         return ObjectInfo(name, int(reply["ContentLength"]), reply["LastModified"].timestamp())
 
     async def page(self, fs: Any, prefix: str, token: str | None, limit: int) -> Page:
         more = {"ContinuationToken": token} if token else {}
         reply = await self._call(fs, "list_objects_v2", Prefix=prefix, MaxKeys=limit, **more)
+        check_listing(reply, prefix, "Name", "IsTruncated", "KeyCount", "Contents")
         found = [ObjectInfo(o["Key"], int(o["Size"]), o["LastModified"].timestamp()) for o in reply.get("Contents", ())]
         following = reply.get("NextContinuationToken")
         if reply.get("IsTruncated") and not following:
@@ -205,7 +209,8 @@ class S3Backend(Backend):
         return found, following if reply.get("IsTruncated") else None
 
     async def delete(self, fs: Any, name: str) -> None:
-        await self._call(fs, "delete_object", Key=name)
+        reply = await self._call(fs, "delete_object", Key=name)
+        check_object(name, reply["ResponseMetadata"].get("HTTPHeaders", {}).get("content-type"))
 
     async def close(self, fs: Any) -> None:
         creator = getattr(fs, "_s3creator", None)
@@ -299,22 +304,28 @@ class GCSBackend(Backend):
     async def get(self, fs: Any, name: str, start: int, end: int | None) -> bytes:
         ranged = {} if start == 0 and end is None else {"headers": {"Range": _range(start, end)}}
         status, headers, data = await self._request(fs, "GET", "b/{}/o/{}", self.bucket, name, alt="media", **ranged)
+        marks = ("ETag", "Last-Modified", "X-Goog-Generation", "X-Goog-Hash")
+        check_object(name, headers.get("Content-Type"), *map(headers.get, marks))
         if "Content-Encoding" not in headers:
             check_length(data, name, headers.get("Content-Length"), headers.get("Content-Range"))
         return data if status == 206 or not ranged else data[start:end]
 
     async def info(self, fs: Any, name: str) -> ObjectInfo:
-        return _gcs_info(await self._json(fs, "GET", "b/{}/o/{}", self.bucket, name))
+        reply = await self._json(fs, "GET", "b/{}/o/{}", self.bucket, name)
+        check_object(name, None, reply.get("updated"))
+        return _gcs_info(reply)
 
     async def page(self, fs: Any, prefix: str, token: str | None, limit: int) -> Page:
         reply = await self._json(
             fs, "GET", "b/{}/o", self.bucket, prefix=prefix, maxResults=limit, pageToken=token,
             fields="kind,nextPageToken,items(name,size,updated)",
         )  # fmt: skip
+        check_listing(reply, prefix, "kind", "items")
         return [_gcs_info(item) for item in reply.get("items", ())], reply.get("nextPageToken") or None
 
     async def delete(self, fs: Any, name: str) -> None:
-        await self._request(fs, "DELETE", "b/{}/o/{}", self.bucket, name)
+        _, headers, _ = await self._request(fs, "DELETE", "b/{}/o/{}", self.bucket, name)
+        check_object(name, headers.get("Content-Type"))
 
     async def close(self, fs: Any) -> None:
         if fs._session is not None:
@@ -385,16 +396,3 @@ def parse_time(text: str) -> float:
 
 def _range(start: int, end: int | None) -> str:
     return f"bytes={start}-" if end is None else f"bytes={start}-{end - 1}"
-
-
-def check_length(data: bytes | memoryview, name: str, length: object, span: object = None) -> None:
-    """A body that is shorter than it was said to be is not to be trusted.
-
-    Args:
-        length: what Content-Length says, which is wrong where something on the way has cut the body.
-        span: what Content-Range says.
-    """
-    match = re.match(r"bytes (\d+)-(\d+)/", str(span))
-    for announced in (length, int(match[2]) - int(match[1]) + 1 if match else None):
-        if announced is not None and len(data) != int(str(announced)):
-            raise TransientError(f"the body of {name!r} ended after {len(data)} of {announced} bytes")

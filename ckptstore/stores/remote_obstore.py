@@ -28,7 +28,8 @@ from urllib.parse import urlsplit
 
 from ckptstore.errors import TransientError
 from ckptstore.stores.base import Body
-from ckptstore.stores.remote_backends import S3Backend, Upload, check_length
+from ckptstore.stores.remote_answers import check_length, check_object
+from ckptstore.stores.remote_backends import S3Backend, Upload
 
 SLOWEST = 128 * 1024.0
 """Bytes per second. obstore does not tell how far an upload is: one slower than this is left to s3fs, which does.
@@ -175,9 +176,12 @@ class ObstoreBackend(S3Backend):
                 reply = await obstore.get_async(clients.reading, name, options=options)
                 data = memoryview(await reply.bytes_async())
         except NotUnderstood as error:
+            found = await super().get(fs, name, start, end)  # an answer that nobody understands is no reason
             what = "all" if isinstance(error, Elsewhere) or not ranged else "range"
             self._step_aside(what, str(error))
-            return await super().get(fs, name, start, end)
+            return found
+        meta = reply.meta
+        check_object(name, reply.attributes.get("Content-Type"), meta["e_tag"], meta["last_modified"].timestamp() > 0)
         first, last = reply.range
         check_length(data, name, last - first)
         return data

@@ -16,6 +16,8 @@ from ckptstore import Repository, RetryPolicy
 from ckptstore.stores import RemoteStore, RetryStore, Store
 from tests.conftest import Bucket
 from tests.proxy import Proxy
+from tests.proxy_faults import answer
+from tests.proxy_wire import Reply
 from tests.repository.helpers import keys_of, reached
 
 QUICK = RetryPolicy(attempts=8, deadline=20.0, base=0.002, cap=0.05)
@@ -103,6 +105,14 @@ def _one_loader() -> Iterator[None]:
         patch.setattr(botocore.session, "create_loader", functools.lru_cache(botocore.session.create_loader))
         yield
 
+
+PORTALS = [
+    answer(Reply(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"}), name="page"),
+    answer(Reply(200, b"", {"Content-Type": "text/html; charset=utf-8"}), name="nothing"),
+    answer(Reply(200, b"{}", {"Content-Type": "application/json"}), name="json"),
+    answer(Reply(502, b"<html><body>Bad Gateway</body></html>", {"Content-Type": "text/html"}), name="gateway"),
+]
+"""Answers that are not from the store."""
 
 WAYS = {"s3fs": ("s3", "fsspec"), "obstore": ("s3", "obstore"), "gcsfs": ("gcs", "fsspec")}
 

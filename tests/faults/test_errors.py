@@ -18,7 +18,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.stores import RetryPolicy, RetryStore, Store
-from tests.faults.conftest import QUICK, Way, both_s3, every_way, gcs_way
+from tests.faults.conftest import PORTALS, QUICK, Way, both_s3, every_way, gcs_way
 from tests.proxy import Action, Rule
 from tests.proxy_faults import cut, gcs_error, reset, s3_error, stall
 
@@ -63,6 +63,9 @@ LINES: dict[Action, str] = {
     reset(received=2): "put create",
     cut(0.5): "get list",
     cut(0.5, rst=True): "get list",
+    **dict.fromkeys(PORTALS[:2], "put create get info list delete"),
+    PORTALS[2]: "put create get info list",
+    PORTALS[3]: "put create get info list delete",
 }
 
 
@@ -123,8 +126,8 @@ def test_gcs_errors(way: Way, shared: Callable[[Way], Store], action: Action) ->
 
 @every_way
 @pytest.mark.parametrize("action", LINES, ids=lambda action: action.name)
-def test_broken_connections(way: Way, shared: Callable[[Way], Store], action: Action) -> None:
-    """A connection that breaks before, amid or after a request or reply is tried again; nothing is lost or doubled."""
+def test_broken_answers(way: Way, shared: Callable[[Way], Store], action: Action) -> None:
+    """What breaks before, amid or after a request or reply, or is no answer, is tried again; nothing is lost."""
     for verb in LINES[action].split():
         meet(way, shared(way), verb, action, None)
 

@@ -21,7 +21,7 @@ from ckptstore.errors import (
     RetriesExhaustedError,
     StoreError,
 )
-from tests.faults.conftest import Way, both_s3, every_way, holds, state
+from tests.faults.conftest import PORTALS, Way, both_s3, every_way, holds, state
 from tests.proxy import Action, Rule
 from tests.proxy_faults import answer, cut, edit, gcs_error, misbehaving, reset, s3_error
 from tests.proxy_wire import Reply, Seen
@@ -377,3 +377,28 @@ def test_a_bad_day(way: Way) -> None:
     behind: Repository = way.behind()
     assert behind.epochs() == [4, 5]
     assert behind.verify().ok
+
+
+# --- somebody else answers ----------------------------------------------------------------------
+
+
+@every_way
+@pytest.mark.parametrize("portal", PORTALS, ids=lambda action: action.name)
+def test_an_answer_of_somebody_else(way: Way, portal: Action) -> None:
+    """12: a login page is no empty listing, no damaged object and no success: it is tried again, then an error."""
+    with way.proxy.play():
+        repo = way.repo()
+        repo.save(3, state(3))
+    with way.proxy.play(Rule(portal, on="list put get", each=2)) as seen:
+        latest = way.repo().latest()
+        assert latest is not None
+        assert (latest.epoch, latest.skipped) == (3, ())
+        assert holds(repo, 3)
+        repo.save(4, state(4))
+    assert {one.verb for one in seen if one.rule} >= {"list", "create", "get"}
+    assert holds(way.behind(), 4)
+    impatient = way.repo(RetryPolicy(attempts=2, base=0.001, cap=0.002))
+    with way.proxy.play(Rule(portal, on="list", times=None)), pytest.raises(RetriesExhaustedError):
+        impatient.latest()
+    with way.proxy.play(Rule(portal, on="put", times=None)), pytest.raises(RetriesExhaustedError):
+        impatient.save(5, state(5))

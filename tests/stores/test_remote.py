@@ -41,6 +41,7 @@ else:
 pytestmark = pytest.mark.timeout(180)
 
 KEY = "manifests/000000000001-000001.json"
+LISTING = b"<ListBucketResult><Name>bucket</Name></ListBucketResult>"
 FAST = RetryPolicy(attempts=5, base=0.001, cap=0.01)
 VERBS: dict[str, Callable[[Store], object]] = {
     "put": lambda store: store.put(KEY, b"x"),
@@ -379,8 +380,8 @@ def test_ranges_of_odd_servers(ranged: int) -> None:
 
     def script(request: Request) -> Reply:
         if ranged == 206:
-            return Reply(200, body[10:20], {"Content-Range": "bytes 10-19/100"})
-        return Reply(200, body)
+            return Reply(200, body[10:20], {"Content-Range": "bytes 10-19/100", "ETag": '"e"'})
+        return Reply(200, body, {"ETag": '"e"'})
 
     with scripted(script) as (_, store):
         assert store.get(KEY, 10, 20) == body[10:20]
@@ -437,7 +438,11 @@ def test_each_failure_is_one_request(
 ) -> None:
     """Nothing below us tries again: each failure is seen at its first reply. What may pass succeeds on try 4."""
     server, store = faulty
-    good = Reply(200, {"list": b"<ListBucketResult/>", "get": b"x"}.get(verb, b""), {"ETag": '"e"'})
+    good = Reply(
+        200,
+        {"list": b"<ListBucketResult><Name>bucket</Name></ListBucketResult>", "get": b"x"}.get(verb, b""),
+        {"ETag": '"e"'},
+    )
     replies = [s3_error(status, code)] * 4
     server.script = lambda _: replies.pop() if replies else good
     server.requests.clear()
@@ -560,7 +565,7 @@ def test_expired_credentials_are_read_again(monkeypatch: pytest.MonkeyPatch) -> 
     expired = [True]
 
     def script(request: Request) -> Reply:
-        return s3_error(400, "ExpiredToken") if expired[0] else Reply(200, b"x")
+        return s3_error(400, "ExpiredToken") if expired[0] else Reply(200, b"x", {"ETag": '"e"'})
 
     with scripted(script) as (_, store):
         with pytest.raises(AccessError):  # they were read a moment ago
