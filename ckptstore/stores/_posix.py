@@ -5,11 +5,14 @@ These functions raise plain ``OSError``; :mod:`ckptstore.stores.local` gives the
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
+from ckptstore.keys import partial_key
 from ckptstore.stores.base import Body
 
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -20,8 +23,16 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 Identity = tuple[int, int]
 """Device and inode: says whether two names are one file."""
 
+NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_NO_FLAGS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EPERM}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 _COMPARE = 1 << 20
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+_AT_STATX_FORCE_SYNC = 0x2000
+_STATX_BASIC = 0x7FF
+_libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
 
 
 def flat(data: Body) -> memoryview:
@@ -32,7 +43,7 @@ def flat(data: Body) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def write_file(handle: int, body: memoryview) -> Identity:
+def write_file(handle: int, body: memoryview, *, sync: bool = True) -> Identity:
     """Write, sync and close a new file. Network mounts may tell of a full disk only at the end."""
     try:
         done = 0
@@ -41,7 +52,8 @@ def write_file(handle: int, body: memoryview) -> Identity:
             if count == 0:  # or this would never end
                 raise OSError(errno.EIO, "nothing was written")
             done += count
-        os.fsync(handle)
+        if sync:
+            os.fsync(handle)
         facts = os.fstat(handle)
     except BaseException:
         with suppress(OSError):
@@ -129,13 +141,88 @@ def discard(name: str, place: int) -> None:
         os.unlink(name, dir_fd=place)
 
 
-def sync_folder(place: int) -> None:
-    """Sync a folder, where the file system knows such a thing."""
+def sync_folder(place: int) -> bool:
+    """Sync a folder; False where the file system knows no such thing."""
     try:
         os.fsync(place)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
+        return False
+    return True
+
+
+def link(scratch: str, name: str, place: int) -> None:
+    """Give a file a second name, if nothing has that name."""
+    os.link(scratch, name, src_dir_fd=place, dst_dir_fd=place, follow_symlinks=False)
+
+
+def rename(scratch: str, name: str, place: int) -> None:
+    """Give a file another name, if nothing has that name. EINVAL or ENOSYS where there is no such call."""
+    call = getattr(_libc, "renameat2", None)  # Linux; the C library has it since 2018
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if call(place, os.fsencode(scratch), place, os.fsencode(name), _RENAME_NOREPLACE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), name)
+
+
+def look_and_rename(scratch: str, name: str, place: int) -> None:
+    """Give a file another name, if nothing had that name a moment ago. Safe with one writer only."""
+    with suppress(FileNotFoundError):
+        os.stat(name, dir_fd=place, follow_symlinks=False)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+    os.replace(scratch, name, src_dir_fd=place, dst_dir_fd=place)
+
+
+def probe_link(name: str, place: int) -> bool:
+    """Whether hard links work in this folder and never overwrite."""
+    return _probe(link, NO_HARD_LINKS, name, place)
+
+
+def probe_rename(name: str, place: int) -> bool:
+    """Whether ``rename`` works in this folder, never overwrites, and moves the file itself (a copy is another one)."""
+    return _probe(rename, _NO_FLAGS, name, place)
+
+
+def _probe(act: Callable[[str, str, int], None], refusals: set[int], name: str, place: int) -> bool:
+    """Whether ``act`` gives a free name and refuses one that is taken. ``name``: what the scratch files are for."""
+    with _scratch_file(name, place) as (first, identity), _scratch_file(name, place) as (second, _):
+        target = partial_key(name)
+        try:
+            try:
+                act(first, target, place)
+            except OSError as error:
+                if not is_file(target, place, identity):  # else it was done, the reply was lost
+                    if error.errno in refusals:
+                        return False
+                    raise
+            with suppress(FileExistsError):
+                act(second, target, place)
+                return False
+            return is_file(target, place, identity)
+        finally:
+            discard(target, place)
+
+
+@contextmanager
+def _scratch_file(name: str, place: int) -> Iterator[tuple[str, Identity]]:
+    scratch = partial_key(name)
+    try:
+        yield scratch, write_file(os.open(scratch, CREATE, 0o666, dir_fd=place), memoryview(b""), sync=False)
+    finally:
+        discard(scratch, place)
+
+
+def refresh(folder: str) -> None:
+    """Let the kernel ask the server of a network mount what is in a folder now, where it knows how to.
+
+    A cached listing and cached names of a folder are good as long as its cached facts are: these are renewed.
+    """
+    call = getattr(_libc, "statx", None)
+    if call is not None:
+        # Whatever goes wrong here, the verb itself is about to meet.
+        call(_AT_FDCWD, os.fsencode(folder), _AT_STATX_FORCE_SYNC, _STATX_BASIC, ctypes.create_string_buffer(256))
 
 
 def changed(folder: str) -> int | None:

@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 Body = bytes | bytearray | memoryview
 
@@ -51,12 +52,20 @@ class StoreTraits:
             to be ignored, None when only a probe can tell (see ``probe_conditional_put``).
         concurrency: how many requests it takes at once with profit.
         copies: whether a put holds a copy of its body meanwhile, so that fewer bytes may be in flight (P6).
+        filesystem: of a folder, once it was looked at: its type as the mount table has it ("ext4", "fuse.rclone").
+        network: whether others than this machine may change what is there, so that it may be seen late.
+        create_only: of a folder, once it was asked: "link" and "rename" never overwrite, "look" does when two race.
+        weak: what is weak about the place, in words.
     """
 
     url: str
     conditional_put: bool | None
     concurrency: int
     copies: bool = False
+    filesystem: str | None = None
+    network: bool = False
+    create_only: Literal["link", "rename", "look"] | None = None
+    weak: tuple[str, ...] = ()
 
 
 class Store(ABC):

@@ -1,8 +1,12 @@
 """LocalStore: objects as files under a folder, on a local disk or a network mount (POSIX).
 
 A put writes a scratch file beside the final name, syncs it, and only then gives it that name:
-``link`` for create-only (it never overwrites), ``replace`` otherwise. Nobody can see a part of an
-object, and a crash leaves at most a scratch file, which ``list(partial=True)`` shows to a sweeper.
+``link`` for create-only (it never overwrites; see ``mounts.py`` for what else there is), ``replace``
+otherwise. Nobody can see a part of an object, and a crash leaves at most a scratch file, which
+``list(partial=True)`` shows to a sweeper.
+
+A network mount believes for a while what it saw: a folder is asked for anew before it is listed, and an object
+that has to be there (a chunk or record: somebody named it) and is not is looked for again, a few seconds at most.
 
 Symbolic links below the root are foreign: listings pass over them, nothing is read or written through them.
 """
@@ -13,22 +17,25 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from ckptstore import patience
 from ckptstore.errors import (
-    AccessError,
     CkptStoreError,
     InvalidArgumentError,
     ObjectExistsError,
     ObjectNotFoundError,
     TransientError,
 )
-from ckptstore.keys import check_key, parse_partial_key, partial_key
+from ckptstore.keys import check_key, parse_content_key, parse_partial_key, partial_key
+from ckptstore.stores._folders import TRIES, Folders
 from ckptstore.stores._posix import (
     CREATE,
     FOLDER,
+    NO_HARD_LINKS,
     READ,
     Identity,
     changed,
@@ -36,21 +43,24 @@ from ckptstore.stores._posix import (
     flat,
     holds,
     is_file,
+    link,
+    look_and_rename,
     read_into,
     read_range,
     regular,
+    rename,
     replace,
-    sync_folder,
     write_file,
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.local_errors import local_error
-
-_NO_HARD_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+from ckptstore.stores.mounts import Ground, Patience, Way
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
-_TRIES = 32
+_ACTS: dict[Way, Callable[[str, str, int], None]] = {"link": link, "rename": rename, "look": look_and_rename}
 _SCANS = 8
+
+T = TypeVar("T")
 
 
 class LocalStore(Store):
@@ -60,15 +70,15 @@ class LocalStore(Store):
 
     Args:
         root: the folder. It may be a symbolic link.
+        single_writer: the user promises that one process at a time writes, so that a look before a rename will do
+            where the file system has nothing better.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, single_writer: bool = False) -> None:
         self._root = os.path.abspath(os.fspath(root))
-        # Folders whose entries all the way up are on disk, and the folder up to which that has to be so:
-        # above the root only where we made its parents.
-        self._settled: set[str] = set()
-        self._top = self._root
-        self._inside: set[str] = set()
+        self._ground = Ground(self._root, single_writer=single_writer)
+        self._folders = Folders(self._root, self._ground)
+        self._patience = Patience()
 
     @property
     def root(self) -> str:
@@ -77,22 +87,32 @@ class LocalStore(Store):
 
     @property
     def traits(self) -> StoreTraits:
-        return StoreTraits(url=f"file://{self._root}", conditional_put=True, concurrency=4)
+        mount = self._ground.known
+        return StoreTraits(
+            url=f"file://{self._root}",
+            conditional_put=self._ground.conditional_put,
+            concurrency=4,
+            filesystem=mount.filesystem,
+            network=mount.network,
+            create_only=self._ground.way,
+            weak=mount.weak,
+        )
 
     def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
         if _SCRATCH.fullmatch(check_key(key)):
             raise InvalidArgumentError(f"{key!r} has the form of a scratch file: choose another key", key=key)
         body = flat(data)
         with self._mapped("put", key, body.nbytes):
-            folder, name = self._locate(key)
+            self._ground.require()
+            folder, name = self._folders.locate(key)
             scratch, handle, place = self._create(folder, name)
             try:
                 identity = write_file(handle, body)
-                self._settle(folder)
+                self._folders.settle(folder, place)
                 # Given up meanwhile, and the buffer in other use: what was written may be anything.
                 patience.current().check(f"putting {key!r} in place")
                 if if_absent:
-                    self._link(key, scratch, name, place, body, identity)
+                    self._give(key, scratch, name, place, body, identity)
                 else:
                     replace(scratch, name, place, identity)
                 self._sync_entry(key, place)
@@ -120,8 +140,7 @@ class LocalStore(Store):
         if start < 0 or (end is not None and end < 0):
             raise InvalidArgumentError(f"range [{start}, {end}) of {key!r}: use offsets from 0", key=key)
         with self._mapped("get", key), self._absent(key):
-            folder, name = self._locate(key)
-            handle = os.open(os.path.join(folder, name), READ)
+            handle = self._find(key, lambda path: os.open(path, READ))
             try:
                 size = regular(os.fstat(handle)).st_size
                 yield handle, size if end is None else min(end, size)
@@ -131,8 +150,7 @@ class LocalStore(Store):
     def info(self, key: str) -> ObjectInfo:
         check_key(key)
         with self._mapped("look at", key), self._absent(key):
-            folder, name = self._locate(key)
-            found = regular(os.lstat(os.path.join(folder, name)))
+            found = regular(self._find(key, os.lstat))
             return ObjectInfo(key, found.st_size, found.st_mtime)
 
     def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
@@ -143,50 +161,56 @@ class LocalStore(Store):
     def delete(self, key: str) -> None:
         check_key(key)
         with self._mapped("delete", key):
-            folder, name = self._locate(key)
+            folder, name = self._folders.locate(key)
             with suppress(ObjectNotFoundError), self._absent(key):
                 place = os.open(folder, FOLDER)
                 try:
-                    with suppress(FileNotFoundError):  # gone already; but maybe not yet on disk
-                        os.unlink(name, dir_fd=place)
+                    self._unlink(folder, name, place)
                     # A manifest must not come back after a crash when the chunks deleted next do not.
-                    sync_folder(place)
+                    self._folders.sync(place)
                 finally:
                     os.close(place)
-            self._remove_empty(folder)
+            self._folders.remove_empty(folder)
 
     def close(self) -> None:
         """Nothing to release: no file stays open between calls."""
 
-    def _locate(self, key: str) -> tuple[str, str]:
-        """Folder and file name of a key, after a look that no symbolic link leads out of the root."""
-        inner, _, name = key.rpartition("/")
-        if not inner:
-            return self._root, name
-        folder = os.path.join(self._root, inner)
-        if folder not in self._inside:
-            path = self._root
-            for part in inner.split("/"):
-                path = os.path.join(path, part)
-                try:
-                    facts = os.lstat(path)
-                except (FileNotFoundError, NotADirectoryError):
-                    return folder, name  # what the verb itself is about to meet
-                if stat.S_ISLNK(facts.st_mode):
-                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            self._inside.add(folder)
-        return folder, name
+    def _find(self, key: str, look: Callable[[str], T]) -> T:
+        """``look`` at the file of a key; on a network mount not at what the kernel remembers of it."""
+        folder, name = self._folders.locate(key)
+        path = os.path.join(folder, name)
+        if self._ground.look().network:
+            if parse_content_key(key) is None:
+                self._folders.refresh(folder)  # it may come, change and go, and others decide by what they see
+            else:
+                for wait in self._patience.waits(folder):
+                    with suppress(FileNotFoundError):
+                        return look(path)
+                    time.sleep(wait)
+                    self._folders.refresh(folder)
+        return look(path)
+
+    def _unlink(self, folder: str, name: str, place: int) -> None:
+        """Remove a file. It may be gone already; but maybe not yet on disk."""
+        try:
+            os.unlink(name, dir_fd=place)
+        except FileNotFoundError:
+            if self._ground.look().network:
+                self._folders.refresh(folder)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=place)
 
     def _create(self, folder: str, name: str) -> tuple[str, int, int]:
         """A new scratch file for ``name``: its name, its descriptor and that of the folder."""
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             try:
                 place = os.open(folder, FOLDER)
             except FileNotFoundError:
-                self._make(folder)
+                self._folders.make(folder)
                 continue
             scratch = partial_key(name)
             try:
+                self._ground.ask(name, place)
                 return scratch, os.open(scratch, CREATE, 0o666, dir_fd=place), place
             except (FileNotFoundError, FileExistsError):
                 # Others remove empty folders; and on NFS "exists" may be our own call, sent twice.
@@ -194,49 +218,16 @@ class LocalStore(Store):
             except BaseException:
                 discard(scratch, place)
                 os.close(place)
+                self._folders.remove_empty(folder)
                 raise
         raise FileNotFoundError(errno.ENOENT, "the folder vanishes as fast as it is made", folder)
 
-    def _make(self, folder: str) -> None:
-        """Make a folder and its missing parents while others may make and remove them too."""
-        missing = [folder]
-        for _ in range(_TRIES):
-            path = missing[-1]
-            parent = os.path.dirname(path)
-            if len(path) <= len(self._root) and len(parent) < len(self._top):
-                self._top = parent  # before it is made, so that no other thread settles for less
+    def _give(self, key: str, scratch: str, name: str, place: int, body: memoryview, identity: Identity) -> None:
+        """Give a finished scratch file its name, if nothing has it."""
+        way = self._ground.ask(name, place)
+        for _ in range(TRIES):
             try:
-                os.mkdir(path)
-                self._settled.discard(path)
-            except FileNotFoundError:
-                missing.append(parent)
-                continue
-            except FileExistsError:
-                with suppress(FileNotFoundError):
-                    if not stat.S_ISDIR(os.stat(path).st_mode):
-                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-            missing.pop()
-            if not missing:
-                return
-
-    def _settle(self, folder: str) -> None:
-        """See that the folder itself survives a crash, whoever made it and its parents."""
-        if folder in self._settled:
-            return
-        path = folder
-        while len(path) > len(self._top):
-            path = os.path.dirname(path)
-            place = os.open(path, FOLDER)
-            try:
-                sync_folder(place)
-            finally:
-                os.close(place)
-        self._settled.add(folder)
-
-    def _link(self, key: str, scratch: str, name: str, place: int, body: memoryview, identity: Identity) -> None:
-        for _ in range(_TRIES):
-            try:
-                os.link(scratch, name, src_dir_fd=place, dst_dir_fd=place, follow_symlinks=False)
+                _ACTS[way](scratch, name, place)
                 return
             except FileExistsError:
                 same = holds(name, place, body, identity)
@@ -247,19 +238,14 @@ class LocalStore(Store):
             except OSError as error:
                 if is_file(name, place, identity):  # it was done, the reply was lost
                     return
-                if error.errno in _NO_HARD_LINKS:
-                    raise AccessError(
-                        f"cannot put {key!r} in {self._root}: no hard links there ({error.strerror}), and a put that "
-                        f"must not overwrite needs them; choose a folder on another file system",
-                        key=key,
-                        errno=error.errno,
-                    ) from error
-                raise
+                if way != "link" or error.errno not in NO_HARD_LINKS:
+                    raise
+                way = self._ground.ask(name, place, without="link")
         raise FileNotFoundError(errno.ENOENT, "comes and goes as fast as it is linked", name)
 
     def _sync_entry(self, key: str, place: int) -> None:
         try:
-            sync_folder(place)
+            self._folders.sync(place)
         except OSError as error:
             # Only a transient error may leave the new content behind, whatever the errno says.
             raise TransientError(
@@ -267,19 +253,6 @@ class LocalStore(Store):
                 key=key,
                 errno=error.errno,
             ) from error
-
-    def _remove_empty(self, folder: str) -> None:
-        """Remove folders that a delete left empty. What cannot go (in use, filled again) stays."""
-        while len(folder) > len(self._root):
-            self._settled.discard(folder)
-            self._inside.discard(folder)
-            try:
-                os.rmdir(folder)
-            except FileNotFoundError:
-                pass
-            except OSError:
-                return
-            folder = os.path.dirname(folder)
 
     def _walk(self, prefix: str, partial: bool) -> Iterator[ObjectInfo]:
         pending = {prefix.rpartition("/")[0]}
@@ -295,7 +268,9 @@ class LocalStore(Store):
         A scan is no snapshot: beside a writer that links a new name and unlinks the old one it can miss both.
         """
         found: dict[str, ObjectInfo] = {}
-        folder = self._locate(f"{inner}/" if inner else "")[0]
+        folder = self._folders.locate(f"{inner}/" if inner else "")[0]
+        if self._ground.look().network:
+            self._folders.refresh(folder)
         for _ in range(_SCANS):
             before = changed(folder)
             try:
@@ -311,7 +286,7 @@ class LocalStore(Store):
 
     def _scan(self, inner: str, prefix: str, partial: bool, pending: set[str]) -> Iterator[ObjectInfo]:
         """The objects right in one folder; its folders are added to ``pending``."""
-        folder, _ = self._locate(f"{inner}/" if inner else "")
+        folder, _ = self._folders.locate(f"{inner}/" if inner else "")
         try:
             entries = os.scandir(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -346,7 +321,9 @@ class LocalStore(Store):
         """Let no foreign exception out."""
         try:
             yield
-        except CkptStoreError:
+        except CkptStoreError as error:
+            if error.key is None:
+                error.key = key or None
             raise
         except OSError as error:
             advice = self._space(nbytes) if error.errno == errno.ENOSPC else None

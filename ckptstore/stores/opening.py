@@ -133,7 +133,7 @@ def _base(
         if not rest.strip("/"):
             raise InvalidArgumentError("memory:// needs a name: memory://name")
         return MemoryStore(rest.strip("/"))
-    return LocalStore(_file_path(rest) if scheme == "file" else url)
+    return LocalStore(_file_path(rest) if scheme == "file" else url, single_writer=single_writer)
 
 
 def _split(url: object) -> tuple[str | None, str]:

@@ -60,8 +60,6 @@ class Habits:
         source: what is mounted, in the mount table.
         hard_links: without, ``link`` gives EPERM.
         noreplace: whether ``renameat2(RENAME_NOREPLACE)`` is known; without, it gives EINVAL.
-        ignores_noreplace: it is accepted, and overwrites.
-        link_overwrites: ``link`` replaces what is there, as no file system should.
         rename_copies: a rename is a copy in pieces and a delete, as on mounts of object stores.
         silly: what is removed while it is open stays as ``.nfs...`` until it is closed.
         folder_sync: without, a sync of a folder gives EINVAL.
@@ -74,8 +72,6 @@ class Habits:
     source: str = "flaky"
     hard_links: bool = True
     noreplace: bool = True
-    ignores_noreplace: bool = False
-    link_overwrites: bool = False
     rename_copies: bool = False
     silly: bool = False
     folder_sync: bool = True

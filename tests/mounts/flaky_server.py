@@ -144,9 +144,6 @@ class FileSystem:
         if not self._habits["hard_links"]:
             raise PermissionError(errno.EPERM, "no hard links")
         target = self._child(nodeid, _names(body[8:])[0])
-        if self._habits["link_overwrites"] and os.path.lexists(self._real(target)):
-            os.unlink(self._real(target))
-            self._forget_path(target)
         os.link(self._real(self.path_of(struct.unpack_from("<Q", body)[0])), self._real(target))
         return self._entry(target)
 
@@ -157,7 +154,7 @@ class FileSystem:
             raise OSError(errno.EINVAL, "no flags")
         if self._habits["rename_copies"] and os.path.isfile(self._real(source)):
             self._copy(source, target)
-        elif flags and not self._habits["ignores_noreplace"]:
+        elif flags:
             names = [os.fsencode(self._real(path)) for path in (source, target)]
             if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], flags):
                 raise OSError(ctypes.get_errno(), "renameat2")

@@ -26,6 +26,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.keys import chunk_key, new_attempt, parse_partial_key, partial_key
+from ckptstore.stores import _posix
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.local_errors import ERRORS
 
@@ -186,16 +187,24 @@ ACTS: dict[str, Callable[[LocalStore], object]] = {
 }
 
 
+MEANINGS: list[tuple[int, type[StoreError]]] = [
+    *((code, TransientError) for code in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN)),
+    *((code, TransientError) for code in (errno.EBUSY, errno.ENETDOWN, errno.EHOSTDOWN, errno.EMFILE)),
+    *((code, AccessError) for code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)),
+    *((code, StoreFullError) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+    *((code, StoreError) for code in (errno.EXDEV, errno.EINVAL)),
+]
+
+
 @pytest.mark.parametrize(
-    ("code", "kind"),
-    [(code, TransientError) for code in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN)]
-    + [(code, TransientError) for code in (errno.EBUSY, errno.ENETDOWN, errno.EHOSTDOWN, errno.EMFILE)]
-    + [(code, AccessError) for code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)]
-    + [(code, StoreFullError) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-    + [(errno.EXDEV, StoreError), (errno.EINVAL, StoreError)],
-    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value.__name__,
+    ("verb", "function", "code", "kind"),
+    [
+        pytest.param(verb, function, code, kind, id=f"{verb}-{function}-{errno.errorcode[code]}")
+        for verb, function in BREAKING
+        for code, kind in MEANINGS
+        if (function, code) != ("link", errno.EPERM)  # "no hard links here", see below
+    ],
 )
-@pytest.mark.parametrize(("verb", "function"), BREAKING)
 def test_errno_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str, code: int, kind: type[StoreError]
 ) -> None:
@@ -285,15 +294,36 @@ def test_folder_sync_that_does_not_exist(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
 def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """A file system without hard links is named as such; overwriting puts work there."""
+    """Without hard links a rename that refuses to overwrite gives the same guarantee."""
     fail(monkeypatch, "link", OSError(code, os.strerror(code)))
     store = LocalStore(tmp_path)
-    with pytest.raises(AccessError, match="hard links") as caught:
-        store.put("a", b"body", if_absent=True)
-    assert (caught.value.errno, caught.value.key) == (code, "a")
-    assert files(tmp_path) == []
-    store.put("a", b"body")
+    store.put("a", b"body", if_absent=True)
+    assert store.traits.create_only == "rename"
+    with pytest.raises(ObjectExistsError):
+        store.put("a", b"other", if_absent=True)
+    store.put("a", b"body", if_absent=True)
+    assert store.get("a") == b"body"
     assert files(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_neither_hard_links_nor_such_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A file system that cannot create without overwriting is named as such, before any byte; one writer may use it."""
+    fail(monkeypatch, "link", OSError(code, os.strerror(code)))
+    monkeypatch.setattr(_posix, "_libc", None)
+    store = LocalStore(tmp_path)
+    with pytest.raises(AccessError, match="neither hard links nor") as caught:
+        store.put("a", b"body", if_absent=True)
+    assert (caught.value.errno, caught.value.key) == (errno.EPERM, "a")
+    assert files(tmp_path) == []
+    alone = LocalStore(tmp_path, single_writer=True)
+    alone.put("a", b"body", if_absent=True)
+    with pytest.raises(ObjectExistsError):
+        alone.put("a", b"other", if_absent=True)
+    assert (alone.traits.create_only, alone.traits.conditional_put) == ("look", False)
+    assert files(tmp_path) == ["a"]
+    with pytest.raises(AccessError, match="neither hard links nor"):
+        LocalStore(tmp_path).put("b", b"body", if_absent=True)
 
 
 # --- lost replies ----------------------------------------------------------------------------------
@@ -737,4 +767,4 @@ def test_attempts_do_not_fill_the_memory(tmp_path: Path) -> None:
         key = chunk_key(new_attempt(), "0" * 64)
         store.put(key, b"")
         store.delete(key)
-    assert len(store._settled) + len(store._inside) <= 4
+    assert len(store._folders._settled) + len(store._folders._inside) <= 4
