@@ -214,6 +214,7 @@ class LocalStore(Store):
                 return scratch, os.open(scratch, CREATE, 0o666, dir_fd=place), place
             except (FileNotFoundError, FileExistsError):
                 # Others remove empty folders; and on NFS "exists" may be our own call, sent twice.
+                discard(scratch, place)
                 os.close(place)
             except BaseException:
                 discard(scratch, place)

@@ -30,8 +30,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -86,13 +88,14 @@ class FlakyMount:
     Args:
         folder: an empty folder in which to mount.
         habits: the kind of file system.
-        backing: what is shown; by default a new folder.
+        backing: what is shown; by default a new folder, in memory where that is possible: syncs cost nothing there.
     """
 
     def __init__(self, folder: Path, habits: Habits = Habits(), *, backing: Path | None = None, name: str = "mnt"):
-        self.backing = backing or folder / f"{name}-backing"
+        memory = Path("/dev/shm")
+        self._own = Path(tempfile.mkdtemp(prefix="flaky-", dir=memory if memory.is_dir() else folder))
+        self.backing = backing or self._own
         self.path = folder / name
-        self.backing.mkdir(exist_ok=True)
         self.path.mkdir()
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
@@ -162,6 +165,7 @@ class FlakyMount:
             done = subprocess.run(["umount", "--lazy", str(self.path)], capture_output=True, text=True)
             if done.returncode:
                 raise OSError(f"{self.path} could not be unmounted: {done.stderr}")
+        shutil.rmtree(self._own, ignore_errors=True)
 
     def __enter__(self) -> FlakyMount:
         return self
