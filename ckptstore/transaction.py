@@ -1,4 +1,4 @@
-"""Transaction: begin → write* → commit | abort. The whole commit protocol is in this file (docs/format.md section 6).
+"""Transaction: begin → write* → commit | abort. With ``commit.py`` the whole protocol (docs/format.md section 6).
 
     begin   lease (naming what we may refer to) → look whether that is still there
     write   chunks, then the record index; every put has returned before the next step
@@ -21,32 +21,24 @@ from typing import Any
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
+from ckptstore.commit import Commit, epoch_exists
 from ckptstore.errors import (
     CkptStoreError,
-    CorruptionError,
-    DeadlineError,
-    EpochExistsError,
     InvalidRecordError,
-    ObjectExistsError,
-    ObjectNotFoundError,
     OutcomeUnknownError,
-    RetriesExhaustedError,
     StoreError,
     StoreFullError,
     TransactionError,
-    TransientError,
 )
-from ckptstore.lease import LAPSE, HeldLease
-from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, encode_manifest, writer_version
+from ckptstore.lease import HeldLease
+from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, writer_version
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter
-from ckptstore.sweep import delete_commits, remove_attempt
+from ckptstore.sweep import remove_attempt
 from ckptstore.tree import FlatState, flatten
 from ckptstore.writer import RecordWriter, Tally
 
 log = logging.getLogger("ckptstore")
-
-_NO_ANSWER = (TransientError, RetriesExhaustedError, DeadlineError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +75,13 @@ class Transaction:
         self._plan = plan
         self._on_commit = on_commit
         self._pid = os.getpid()
-        self._sent = False
         self._names: set[str] = set()
         self._state = "open"
         self._generation = self._next_generation(commits)
         self._attempt = keys.new_attempt()
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
         self._claim = Claim(catalog, self._lease)
+        self._step = Commit(catalog, self._lease, self._claim)
         self._writer = RecordWriter(
             self._store,
             self._attempt,
@@ -112,7 +104,7 @@ class Transaction:
     def _next_generation(self, commits: list[Committed]) -> int:
         same = [commit for commit in commits if commit.epoch == self.epoch]
         if same and not self._plan.replace:
-            raise _exists(self.epoch, same[-1].key)
+            raise epoch_exists(self.epoch, same[-1].key)
         return same[-1].generation + 1 if same else 1
 
     @property
@@ -229,17 +221,15 @@ class Transaction:
 
     def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         manifest = self._manifest(entries)
-        data = encode_manifest(manifest)
-        self._lease.renew_if_due()
-        if self._lease.lapsed:
-            self._claim.prove_flags(manifest)
-            self._claim.prove_objects(manifest, self._writer.referenced.values())
-        self._put_manifest(manifest, data)
-        self._look_once_more(manifest)
+        try:
+            self._step.run(manifest, self._writer.referenced.values())
+        except OutcomeUnknownError:
+            self._state = "unsettled"
+            raise
         self._state = "committed"
         self._catalog.has_committed(manifest, self._writer.indexes)
         self._writer.close()
-        self._after_commit()
+        self._step.tidy_up(manifest)
         return manifest
 
     def _manifest(self, entries: tuple[RecordEntry, ...]) -> Manifest:
@@ -261,85 +251,6 @@ class Transaction:
             bytes_reused=self.tally.bytes_reused,
         )
 
-    def _put_manifest(self, manifest: Manifest, data: bytes) -> None:
-        """The commit. "Exists" is read back by the store, so that our own earlier try is not a stranger's."""
-        self._sent = True  # from here on it may land, whatever interrupts us
-        try:
-            self._store.put(manifest.key, data, if_absent=True)
-        except ObjectExistsError as error:
-            self._sent = False
-            raise _exists(self.epoch, manifest.key) from error
-        except _NO_ANSWER as error:
-            self._settle(manifest, error)
-
-    def _settle(self, manifest: Manifest, error: StoreError) -> None:
-        """No answer to the commit: it has happened exactly if the manifest is there and ours."""
-        try:
-            found = self._catalog.manifest(Committed(manifest.epoch, manifest.generation))
-        except ObjectNotFoundError:
-            raise error from error.__cause__
-        except (StoreError, CorruptionError) as again:
-            self._state = "unsettled"
-            raise OutcomeUnknownError(
-                f"the answer to the commit of epoch {self.epoch} was lost and {manifest.key} could not be read back "
-                f"({again}). Look whether the epoch is there before saving it again",
-                key=manifest.key,
-                epoch=self.epoch,
-            ) from error
-        if found.attempt != self._attempt:
-            self._sent = False
-            raise _exists(self.epoch, manifest.key) from error
-        log.warning("the answer to the commit of epoch %d was lost; read back: it is committed", self.epoch)
-
-    def _look_once_more(self, manifest: Manifest) -> None:
-        """Withdraw the manifest if a sweeper or a newer generation came between our last look and the put."""
-        try:
-            error = self._too_late(manifest)
-            if error is not None:
-                self._store.delete(manifest.key)
-                self._sent = False
-        except StoreError as failure:
-            self._state = "unsettled"
-            raise OutcomeUnknownError(
-                f"epoch {self.epoch} was committed, but the look that must follow failed ({failure}). "
-                "Look whether the epoch is there before saving it again",
-                key=manifest.key,
-                epoch=self.epoch,
-            ) from failure
-        if error is not None:
-            raise error
-
-    def _too_late(self, manifest: Manifest) -> CkptStoreError | None:
-        times = self._catalog.commit_times(self.epoch)
-        newest = max(times, default=None)
-        if newest is not None and newest.generation > self._generation:
-            return _exists(self.epoch, newest.key)
-        committed = times.get(Committed(self.epoch, self._generation))
-        if committed is None:
-            return None  # it was committed, and another process has deleted or pruned it since
-        try:
-            self._claim.prove_own_flag()
-            # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
-            # then what it took is gone by now. (A gc with a short grace does not wait for a lapse.)
-            if committed - self._lease.renewed > LAPSE:
-                self._claim.prove_flags(manifest)
-            self._claim.prove_objects(manifest, self._writer.referenced.values())
-        except TransactionError as error:
-            return error
-        return None
-
-    def _after_commit(self) -> None:
-        """Tidy up. The checkpoint is durable: nothing that fails here may turn the save into a failure."""
-        try:
-            self._lease.release()
-            for attempt in self._claim.adopted:
-                remove_attempt(self._catalog, attempt, f"epoch {self.epoch} is committed")
-            if self._generation > 1:
-                older = [c for c in self._catalog.committed(self.epoch) if c.generation < self._generation]
-                delete_commits(self._catalog, older, f"epoch {self.epoch} was replaced")
-        except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
-            log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", self.epoch, error)
-
     # ---- abort ---------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
@@ -359,7 +270,7 @@ class Transaction:
         """
         if self._state in ("committed", "aborted") or os.getpid() != self._pid:
             return  # a forked child must not end what its parent is doing
-        keep = self._sent or (
+        keep = self._step.sent or (
             isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
         )
         try:
@@ -392,9 +303,3 @@ class Transaction:
             failed = TransactionError(f"epoch {self.epoch} was not committed: a write failed before", epoch=self.epoch)
             self._give_up(failed)
             raise failed
-
-
-def _exists(epoch: int, key: str) -> EpochExistsError:
-    return EpochExistsError(
-        f"epoch {epoch} is already committed ({key}): save another epoch, or pass replace=True", key=key, epoch=epoch
-    )

@@ -21,8 +21,8 @@ FLOORS: dict[float, set[str]] = {
     1: {"codecs", "pace", "pipeline", "staging", "stores"},
     2: {"known", "writer", "reader"},
     3: {
-        "background", "catalog", "checkpoint", "claim", "exiting", "foundation", "lease", "opening", "options",
-        "repository", "retention", "sweep", "transaction", "verify",
+        "background", "catalog", "checkpoint", "claim", "commit", "exiting", "foundation", "lease", "opening",
+        "options", "repository", "retention", "sweep", "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

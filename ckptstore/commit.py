@@ -1,0 +1,149 @@
+"""Commit: from "all its objects are on the store" to "the epoch exists, durably" (docs/format.md sections 6.1, 7 to 9).
+
+    renew the lease → (if it lapsed: prove what we refer to) → put the manifest if absent → look once more → tidy up
+
+The look that follows the put is what makes a commit sound beside others: whoever came between our last look and the
+put is seen by us, or has seen our manifest. What fails it withdraws the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.claim import Claim
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    DeadlineError,
+    EpochExistsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OutcomeUnknownError,
+    RetriesExhaustedError,
+    StoreError,
+    TransactionError,
+    TransientError,
+)
+from ckptstore.lease import LAPSE, HeldLease
+from ckptstore.manifest import ChunkRef, Manifest, encode_manifest
+from ckptstore.sweep import delete_commits, remove_attempt
+
+log = logging.getLogger("ckptstore")
+
+_NO_ANSWER = (TransientError, RetriesExhaustedError, DeadlineError)
+
+
+class Commit:
+    """The commit of one attempt. ``run`` it once; then ``tidy_up``."""
+
+    def __init__(self, catalog: Catalog, lease: HeldLease, claim: Claim) -> None:
+        self._catalog = catalog
+        self._store = catalog.store
+        self._lease = lease
+        self._claim = claim
+        self.sent = False
+        """Whether the manifest may be there, or may still land, whatever interrupts us."""
+
+    def run(self, manifest: Manifest, chunks: Collection[ChunkRef]) -> None:
+        """Make the checkpoint exist. ``chunks`` are all that it needs, whoever sent them.
+
+        Raises:
+            EpochExistsError: another writer committed this epoch first.
+            TransactionError: swept away because it was silent for too long; nothing was committed.
+            OutcomeUnknownError: the answer to the put was lost and could not be read back.
+            StoreError: nothing was committed.
+        """
+        data = encode_manifest(manifest)
+        self._lease.renew_if_due()
+        if self._lease.lapsed:
+            self._claim.prove_flags(manifest)
+            self._claim.prove_objects(manifest, chunks)
+        self._put(manifest, data)
+        self._look_once_more(manifest, chunks)
+
+    def _put(self, manifest: Manifest, data: bytes) -> None:
+        """The commit. "Exists" is read back by the store, so that our own earlier try is not a stranger's."""
+        self.sent = True
+        try:
+            self._store.put(manifest.key, data, if_absent=True)
+        except ObjectExistsError as error:
+            self.sent = False
+            raise epoch_exists(manifest.epoch, manifest.key) from error
+        except _NO_ANSWER as error:
+            self._settle(manifest, error)
+
+    def _settle(self, manifest: Manifest, error: StoreError) -> None:
+        """No answer to the commit: it has happened exactly if the manifest is there and ours."""
+        try:
+            found = self._catalog.manifest(Committed(manifest.epoch, manifest.generation))
+        except ObjectNotFoundError:
+            raise error from error.__cause__
+        except (StoreError, CorruptionError) as again:
+            raise OutcomeUnknownError(
+                f"the answer to the commit of epoch {manifest.epoch} was lost and {manifest.key} could not be read "
+                f"back ({again}). Look whether the epoch is there before saving it again",
+                key=manifest.key,
+                epoch=manifest.epoch,
+            ) from error
+        if found.attempt != manifest.attempt:
+            self.sent = False
+            raise epoch_exists(manifest.epoch, manifest.key) from error
+        log.warning("the answer to the commit of epoch %d was lost; read back: it is committed", manifest.epoch)
+
+    def _look_once_more(self, manifest: Manifest, chunks: Collection[ChunkRef]) -> None:
+        """Withdraw the manifest if a sweeper or a newer generation came between our last look and the put."""
+        try:
+            error = self._too_late(manifest, chunks)
+            if error is not None:
+                self._store.delete(manifest.key)
+                self.sent = False
+        except StoreError as failure:
+            raise OutcomeUnknownError(
+                f"epoch {manifest.epoch} was committed, but the look that must follow failed ({failure}). "
+                "Look whether the epoch is there before saving it again",
+                key=manifest.key,
+                epoch=manifest.epoch,
+            ) from failure
+        if error is not None:
+            raise error
+
+    def _too_late(self, manifest: Manifest, chunks: Collection[ChunkRef]) -> CkptStoreError | None:
+        times = self._catalog.commit_times(manifest.epoch)
+        newest = max(times, default=None)
+        if newest is not None and newest.generation > manifest.generation:
+            return epoch_exists(manifest.epoch, newest.key)
+        committed = times.get(Committed(manifest.epoch, manifest.generation))
+        if committed is None:
+            return None  # it was committed, and another process has deleted or pruned it since
+        try:
+            self._claim.prove_own_flag()
+            # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
+            # then what it took is gone by now. (A gc with a short grace does not wait for a lapse.)
+            if committed - self._lease.renewed > LAPSE:
+                self._claim.prove_flags(manifest)
+            self._claim.prove_objects(manifest, chunks)
+        except TransactionError as error:
+            return error
+        return None
+
+    def tidy_up(self, manifest: Manifest) -> None:
+        """The checkpoint is durable: nothing that fails here may turn the save into a failure."""
+        epoch = manifest.epoch
+        try:
+            self._lease.release()
+            for attempt in self._claim.adopted:
+                remove_attempt(self._catalog, attempt, f"epoch {epoch} is committed")
+            if manifest.generation > 1:
+                older = [c for c in self._catalog.committed(epoch) if c.generation < manifest.generation]
+                delete_commits(self._catalog, older, f"epoch {epoch} was replaced")
+        except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
+            log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", epoch, error)
+
+
+def epoch_exists(epoch: int, key: str) -> EpochExistsError:
+    """The error of whoever comes second."""
+    return EpochExistsError(
+        f"epoch {epoch} is already committed ({key}): save another epoch, or pass replace=True", key=key, epoch=epoch
+    )
