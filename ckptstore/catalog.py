@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptstore import keys
 from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransientError
+from ckptstore.locks import ForkLock
 from ckptstore.manifest import (
     MAX_MANIFEST,
     MAX_MARKER,
@@ -63,7 +63,7 @@ class Catalog:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._indexes: OrderedDict[tuple[str, str], RecordIndex] = OrderedDict()
         self._damaged: set[tuple[str, str]] = set()
         self._trusted: set[str] = set()  # chunks that this process has read and found good
@@ -92,6 +92,23 @@ class Catalog:
         prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
         parsed = (keys.parse_manifest_key(info.key) for info in self.store.list(prefix))
         return sorted(Committed(*pair) for pair in parsed if pair is not None)
+
+    def survey(self, run: str) -> tuple[list[Committed], dict[int, float]]:
+        """All commits, oldest first, and the writer numbers that a run has claimed, with their times. One listing.
+
+        Args:
+            run: as in the keys of claims.
+        """
+        commits: list[Committed] = []
+        claims: dict[int, float] = {}
+        for info in self.store.list(keys.MANIFESTS):
+            pair = keys.parse_manifest_key(info.key)
+            claim = keys.parse_writer_key(info.key)
+            if pair is not None:
+                commits.append(Committed(*pair))
+            elif claim is not None and claim[0] == run:
+                claims[claim[1]] = info.modified
+        return sorted(commits), claims
 
     def commit_times(self, epoch: int) -> dict[Committed, float]:
         """The commits of an epoch and when each was put, by the store's clock."""
@@ -209,9 +226,9 @@ class Catalog:
         return True
 
     def newest_intact(
-        self, *, deep: bool = False, without: int | None = None, progress: Progress | None = None
+        self, *, deep: bool = False, run: str | None = None, progress: Progress | None = None
     ) -> tuple[Manifest | None, list[Skipped]]:
-        """The newest intact checkpoint (leaving out epoch ``without``), and what was stepped over.
+        """The newest intact checkpoint (of one run, if ``run`` is not None), and what was stepped over.
 
         Looks again when a checkpoint went away meanwhile: if it was replaced, its epoch is still there and
         neither an older one nor "none" would be the truth.
@@ -221,23 +238,21 @@ class Catalog:
             TransientError: checkpoints are replaced as fast as they are looked at.
         """
         for _ in range(_LOOKS - 1):
-            manifest, skipped, vanished = self._look_for_newest(deep, without, progress)
+            manifest, skipped, vanished = self._look_for_newest(deep, run, progress)
             if not vanished:
                 return manifest, skipped
-        manifest, skipped, vanished = self._look_for_newest(deep, without, progress)
+        manifest, skipped, vanished = self._look_for_newest(deep, run, progress)
         if vanished and manifest is None:
             raise TransientError("checkpoints are removed or replaced as fast as they are looked at: try again")
         return manifest, skipped
 
     def _look_for_newest(
-        self, deep: bool, without: int | None, progress: Progress | None
+        self, deep: bool, run: str | None, progress: Progress | None
     ) -> tuple[Manifest | None, list[Skipped], bool]:
         """One look from the newest down. The last item: a newer one than the result was deleted meanwhile."""
         skipped: list[Skipped] = []
         vanished = False
         for commit in reversed(self.committed()):
-            if commit.epoch == without:
-                continue
             try:
                 manifest = self.manifest(commit)
             except ObjectNotFoundError:
@@ -245,6 +260,8 @@ class Catalog:
                 continue
             except CorruptionError as error:
                 skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
+                continue
+            if run is not None and manifest.run != run:
                 continue
             found = self.problems(manifest, deep=deep, progress=progress)
             if not found:

@@ -59,10 +59,12 @@ class Checkpoint:
         skipped: Sequence[Skipped] = (),
         report: Tally | None = None,
         on_load: Callable[[int], None] = lambda epoch: None,
+        again: Callable[..., Checkpoint] | None = None,
     ) -> None:
         self._catalog = catalog
         self._manifest = manifest
         self._on_load = on_load
+        self._again = again
         self.skipped = tuple(skipped)
         """Newer epochs that ``latest()`` stepped over, and why."""
         self.report = report
@@ -70,6 +72,12 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint epoch={self.epoch} records={sorted(self.records)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Into a pickle: its manifest, and the repository that it is of."""
+        if self._again is None:
+            raise TypeError("only a checkpoint of a repository that was made by ckptstore.open can be pickled")
+        return self._again, (self._manifest, self.skipped, self.report)
 
     @property
     def epoch(self) -> int:
@@ -90,6 +98,11 @@ class Checkpoint:
     def created(self) -> str:
         """When it was committed, by the writer's clock (RFC 3339). For people: nothing is decided by it."""
         return self._manifest.created
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run that saved it; empty if it had none."""
+        return self._manifest.run
 
     @property
     def records(self) -> MappingProxyType[str, Record]:

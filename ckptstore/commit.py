@@ -26,6 +26,7 @@ from ckptstore.errors import (
     TransactionError,
     TransientError,
 )
+from ckptstore.fence import Fence
 from ckptstore.lease import LAPSE, HeldLease
 from ckptstore.manifest import ChunkRef, Manifest, encode_manifest
 from ckptstore.sweep import delete_commits, remove_attempt
@@ -38,11 +39,12 @@ _NO_ANSWER = (TransientError, RetriesExhaustedError, DeadlineError)
 class Commit:
     """The commit of one attempt. ``run`` it once; then ``tidy_up``."""
 
-    def __init__(self, catalog: Catalog, lease: HeldLease, claim: Claim) -> None:
+    def __init__(self, catalog: Catalog, lease: HeldLease, claim: Claim, fence: Fence) -> None:
         self._catalog = catalog
         self._store = catalog.store
         self._lease = lease
         self._claim = claim
+        self._fence = fence
         self.sent = False
         """Whether the manifest may be there, or may still land, whatever interrupts us."""
 
@@ -51,12 +53,14 @@ class Commit:
 
         Raises:
             EpochExistsError: another writer committed this epoch first.
+            FencedError: the run has a newer writer; nothing was committed.
             TransactionError: swept away because it was silent for too long; nothing was committed.
             OutcomeUnknownError: the answer to the put was lost and could not be read back.
             StoreError: nothing was committed.
         """
         data = encode_manifest(manifest)
-        self._lease.renew_if_due()
+        if self._lease.renew_if_due():  # we stood still: who knows what happened
+            self._fence.prove()
         if self._lease.lapsed:
             self._claim.prove_flags(manifest)
             self._claim.prove_objects(manifest, chunks)
@@ -93,11 +97,12 @@ class Commit:
         log.warning("the answer to the commit of epoch %d was lost; read back: it is committed", manifest.epoch)
 
     def _look_once_more(self, manifest: Manifest, chunks: Collection[ChunkRef]) -> None:
-        """Withdraw the manifest if a sweeper or a newer generation came between our last look and the put."""
+        """Withdraw the manifest if a sweeper, a newer generation or writer came between our last look and the put."""
         try:
             error = self._too_late(manifest, chunks)
             if error is not None:
-                self._store.delete(manifest.key)
+                if self._catalog.exists(manifest):  # the epoch may have been deleted and saved anew by another
+                    self._store.delete(manifest.key)
                 self.sent = False
         except StoreError as failure:
             raise OutcomeUnknownError(
@@ -118,6 +123,7 @@ class Commit:
         if committed is None:
             return None  # it was committed, and another process has deleted or pruned it since
         try:
+            self._fence.prove_at(committed)
             self._claim.prove_own_flag()
             # No flag: either no sweeper has begun, and then it will see our manifest; or one has come to its end, and
             # then what it took is gone by now. (A gc with a short grace does not wait for a lapse.)

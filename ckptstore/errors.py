@@ -17,6 +17,7 @@
     ├── InvalidRecordError (TypeError)        a value that cannot be stored exactly
     ├── BusyError                             a background save is in flight: wait for it
     ├── TransactionError                      a save that cannot go on or be committed
+    │   ├── FencedError                       another process has taken the run over: stop
     │   └── OutcomeUnknownError               the commit may or may not have happened: look again
     └── StoreError (OSError)                  the store did not do it
         ├── TransientError                    may work if tried again (the only kind that is retried)
@@ -143,6 +144,10 @@ class BusyError(CkptStoreError):
 
 class TransactionError(CkptStoreError):
     """The save cannot go on: closed, lost its lease, or a part of it is missing."""
+
+
+class FencedError(TransactionError):
+    """The run has a newer writer: this process was given up and must not save. ``.key`` is the other's claim."""
 
 
 class OutcomeUnknownError(TransactionError):

@@ -20,11 +20,15 @@ class Foundation:
         FormatError: the place holds something else, or its server has no conditional puts.
     """
 
-    def __init__(self, catalog: Catalog, *, create: bool, unsafe_single_writer: bool) -> None:
+    def __init__(self, catalog: Catalog, *, create: bool, unsafe_single_writer: bool, known: str | None = None) -> None:
+        """``known`` is the id of the repository if it is known to be there: then the store is not asked."""
         self._catalog = catalog
         self._store = catalog.store
         self._unsafe = unsafe_single_writer
         self._may_write = False
+        if known is not None:
+            self.id = known
+            return
         marker = catalog.marker()
         if marker is None:
             if not create:

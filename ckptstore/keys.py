@@ -4,6 +4,7 @@
 
     ckptstore.json                            repository marker
     manifests/000000000007-000001.json        epoch 7, generation 1: the commit
+    manifests/writer-<run>-000000000002.json  the second writer of a run has claimed its number
     leases/<attempt>.json                     the attempt is alive
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
@@ -21,6 +22,7 @@ from ckptstore.errors import InvalidArgumentError
 
 MARKER = "ckptstore.json"
 MANIFESTS = "manifests/"
+WRITERS = "manifests/writer-"
 LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
@@ -28,10 +30,12 @@ PROBES = "probes/"
 
 MAX_EPOCH = 2**63 - 1
 MAX_GENERATION = 999_999
+MAX_WRITER = 10**12 - 1
 
 _HEX32 = r"[0-9a-f]{32}"
 _HEX64 = r"[0-9a-f]{64}"
 _MANIFEST = re.compile(r"manifests/(\d{12,19})-(\d{6})\.json")
+_WRITER = re.compile(rf"manifests/writer-({_HEX32})-(\d{{12}})\.json")
 _LEASE = re.compile(rf"leases/({_HEX32})\.json")
 _CONDEMNED = re.compile(rf"condemned/({_HEX32})")
 _CONTENT = re.compile(rf"attempts/({_HEX32})/(records|chunks)/({_HEX64})")
@@ -62,6 +66,22 @@ def parse_manifest_key(key: str) -> tuple[int, int] | None:
     if epoch > MAX_EPOCH or generation == 0 or manifest_key(epoch, generation) != key:
         return None
     return epoch, generation
+
+
+def writer_key(run: str, number: int) -> str:
+    """``run`` is the first half of the digest of its name: names may differ by case only, and folders may not care."""
+    return f"{writer_prefix(run)}{number:012d}.json"
+
+
+def writer_prefix(run: str) -> str:
+    """Prefix of all claims of one run."""
+    return f"{WRITERS}{run}-"
+
+
+def parse_writer_key(key: str) -> tuple[str, int] | None:
+    """``(run, number)`` of a claim, or None."""
+    match = _WRITER.fullmatch(key)
+    return (match[1], int(match[2])) if match and int(match[2]) else None
 
 
 def lease_key(attempt: str) -> str:
@@ -131,6 +151,7 @@ def is_ours(key: str) -> bool:
     return (
         key == MARKER
         or parse_manifest_key(key) is not None
+        or parse_writer_key(key) is not None
         or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))
         or re.fullmatch(rf"{PROBES}{_HEX32}", key) is not None
     )

@@ -90,9 +90,9 @@ def seems_dead(sighting: Sighting, now: float) -> bool:
         return False
     if lease.state == "abandoned" or now - sighting.modified > 3 * HEARTBEAT:
         return True
-    here, _, _ = _identity(os.getpid()).rpartition("/")
+    here, _, _ = identity(os.getpid()).rpartition("/")
     there, _, _ = lease.started.rpartition("/")
-    return bool(here) and lease.host == socket.gethostname() and here == there and _identity(lease.pid) != lease.started
+    return bool(here) and lease.host == socket.gethostname() and here == there and identity(lease.pid) != lease.started
 
 
 class HeldLease:
@@ -115,7 +115,7 @@ class HeldLease:
             uses=(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            started=_identity(os.getpid()),
+            started=identity(os.getpid()),
             state="active",
             beat=0,
         )
@@ -131,10 +131,16 @@ class HeldLease:
         self._thread = threading.Thread(target=self._beat, name="ckptstore-lease", daemon=True)
         self._thread.start()
 
-    def renew_if_due(self) -> None:
-        """Renew the lease unless that was done less than a heartbeat ago, by a clock that also counts sleep."""
-        if _clock() - self._put_at >= HEARTBEAT:
+    def renew_if_due(self) -> bool:
+        """Renew the lease unless that was done less than a heartbeat ago, by a clock that also counts sleep.
+
+        Returns:
+            Whether it was due: the heartbeat should have done it, so this process stood still, or its store did.
+        """
+        due = _clock() - self._put_at >= HEARTBEAT
+        if due:
             self.renew()
+        return due
 
     def renew(self) -> None:
         """Renew the lease; sets ``lapsed`` if it may have been taken for dead in between.
@@ -215,7 +221,7 @@ def _clock() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _identity(pid: int) -> str:
+def identity(pid: int) -> str:
     """Machine boot, pid namespace and start time of a process; empty where the system does not tell."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

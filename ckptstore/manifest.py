@@ -23,6 +23,7 @@ FORMAT = 1
 # Caps: checked before a size is trusted (P8), and by the writer before it creates what nobody could read.
 MAX_MARKER = 64 * 1024
 MAX_LEASE = 1024 * 1024
+MAX_CLAIM = 64 * 1024
 MAX_MANIFEST = 16 * 1024 * 1024
 MAX_INDEX = 64 * 1024 * 1024
 MAX_CHUNK_RAW = 256 * 1024 * 1024
@@ -104,7 +105,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint. The object under ``keys.manifest_key(epoch, generation)`` is the commit.
 
     ``attempts`` lists every attempt whose objects the checkpoint reaches. ``created`` and ``writer``
-    are information for people: nothing is decided by them.
+    are information for people: nothing is decided by them. ``run`` is the name of the run that saved it, empty where
+    it has none, and ``writer_number`` which of its writers it was.
     """
 
     format: int = FORMAT
@@ -121,6 +123,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_state: int
     bytes_sent: int
     bytes_reused: int
+    run: str = ""
+    writer_number: int = 0
 
     @property
     def key(self) -> str:
@@ -152,6 +156,18 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     started: str  # identifies the process behind pid, so that a reused pid is not mistaken for it
     state: str  # "active" | "abandoned"
     beat: int
+
+
+class WriterClaim(msgspec.Struct, frozen=True, kw_only=True):
+    """From now on this is the writer of a run. ``session`` tells whose it is; the process is information for people."""
+
+    format: int = FORMAT
+    run: str
+    number: int
+    session: str
+    host: str
+    pid: int
+    started: str
 
 
 class _Version(msgspec.Struct):
@@ -220,6 +236,17 @@ def decode_lease(data: bytes, key: str) -> Lease:
     lease = _decode_signed(data, Lease, key, MAX_LEASE)
     _require(keys.lease_key(lease.attempt) == key, key, "attempt id")
     return lease
+
+
+def encode_claim(claim: WriterClaim) -> bytes:
+    return _sign(msgspec.json.encode(claim))
+
+
+def decode_claim(data: bytes, key: str) -> WriterClaim:
+    claim = _decode_signed(data, WriterClaim, key, MAX_CLAIM)
+    expected = keys.writer_key(digest_of(claim.run.encode())[:32], claim.number)
+    _require(expected == key, key, "run or number")
+    return claim
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

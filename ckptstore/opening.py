@@ -9,15 +9,18 @@ from typing import Any
 from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.options import (
     EXIT_TIMEOUT,
+    RUN_ID,
     check_background_cores,
     check_chunk_size,
     check_codec,
     check_exit_timeout,
     check_policy,
+    check_run_id,
 )
+from ckptstore.pickling import Opener
 from ckptstore.repository import Repository
 from ckptstore.retention import Policy
-from ckptstore.stores import RetryEvent, RetryPolicy, open_store
+from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 
 
@@ -37,6 +40,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
     transport: str | None = None,
     background_cores: int | None = None,
     exit_timeout: float = EXIT_TIMEOUT,
+    run_id: str | None = None,
 ) -> Repository:
     """Open a repository, and make it if it does not exist (and ``create``).
 
@@ -58,6 +62,9 @@ def open(  # noqa: A001 (used as ckptstore.open)
             obstore where it is installed and would follow every one of ``storage_options``.
         background_cores: how many cores a background save (``save_async``) keeps busy; default half of them.
         exit_timeout: seconds that the exit of the interpreter, and ``close``, wait for a background save, up to a day.
+        run_id: a name for the run, the same each time that it is started. Then a process that was given up for dead
+            and goes on cannot save any more once its successor has (``FencedError``), and pruning takes only what this
+            run has saved. By default the variable ``CKPTSTORE_RUN_ID`` of the environment; "" for no name.
 
     Raises:
         InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
@@ -70,27 +77,29 @@ def open(  # noqa: A001 (used as ckptstore.open)
     check_codec(codec)
     check_background_cores(background_cores)
     check_exit_timeout(exit_timeout)
-    store = open_store(
-        url,
-        storage_options=storage_options,
-        retry=retry,
-        concurrency=concurrency,
-        unsafe_single_writer=unsafe_single_writer,
-        on_event=on_event,
-        on_retry=on_retry,
-        transport=transport,
+    run_id = check_run_id(os.environ.get(RUN_ID, "") if run_id is None else run_id)
+    opener = Opener(
+        Repository,
+        os.fspath(url),
+        {
+            "storage_options": storage_options,
+            "retry": retry,
+            "concurrency": concurrency,
+            "unsafe_single_writer": unsafe_single_writer,
+            "on_event": on_event,
+            "on_retry": on_retry,
+            "transport": transport,
+        },
+        {
+            "keep": keep,
+            "create": create,
+            "unsafe_single_writer": unsafe_single_writer,
+            "chunk_size": chunk_size,
+            "codec": codec,
+            "background_cores": background_cores,
+            "exit_timeout": exit_timeout,
+            "run_id": run_id,
+        },
     )
-    try:
-        return Repository(
-            store,
-            keep=keep,
-            create=create,
-            unsafe_single_writer=unsafe_single_writer,
-            chunk_size=chunk_size,
-            codec=codec,
-            background_cores=background_cores,
-            exit_timeout=exit_timeout,
-        )
-    except BaseException:
-        store.close()
-        raise
+    repo: Repository = opener()
+    return repo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ MAX_EXIT_TIMEOUT = 24 * 3600.0
 
 WhenBusy = Literal["wait", "skip", "error"]
 
+RUN_ID = "CKPTSTORE_RUN_ID"  # the variable of the environment that names the run where `open` was given no name
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/@+-]{0,127}")
 _CODECS = ("auto", "raw", "max")
 _WHEN_BUSY = ("wait", "skip", "error")
 
@@ -58,6 +62,16 @@ def check_exit_timeout(seconds: float) -> float:
     if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_EXIT_TIMEOUT:
         raise InvalidArgumentError(f"exit_timeout must be 0 to {MAX_EXIT_TIMEOUT:.0f} seconds, not {seconds!r}")
     return float(seconds)
+
+
+def check_run_id(run_id: object) -> str:
+    """``run_id``, if it can name a run or is empty. InvalidArgumentError otherwise."""
+    if not isinstance(run_id, str) or (run_id and not _RUN_ID.fullmatch(run_id)):
+        raise InvalidArgumentError(
+            f"run_id must be up to 128 letters, digits and '._:/@+-', beginning with a letter, digit or '_', "
+            f"not {str(run_id)[:140]!r}"
+        )
+    return run_id
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ckptstore.locks import ForkLock
 
 ENOUGH = 256 * 1024 * 1024
 """Bytes that must have gone through both before anything is decided."""
@@ -18,11 +19,14 @@ class _Rate:
     """Bytes per second while at least one thread was busy."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._busy = 0
+        self._lock = ForkLock(self._nobody_is_busy)
+        self._nobody_is_busy()
         self._since = 0.0
         self.nbytes = 0
         self.seconds = 0.0
+
+    def _nobody_is_busy(self) -> None:
+        self._busy = 0
 
     @contextmanager
     def timed(self, nbytes: int) -> Iterator[None]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ckptstore import options, retention
 from ckptstore.background import Background, SaveHandle, Told
-from ckptstore.catalog import Catalog
+from ckptstore.catalog import Catalog, Skipped
 from ckptstore.checkpoint import Checkpoint, metadata_of
 from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.errors import (
@@ -20,10 +20,12 @@ from ckptstore.errors import (
     InvalidArgumentError,
     ObjectNotFoundError,
 )
+from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
+from ckptstore.pickling import Passport, Portable
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.retention import GcReport, Policy, PruneReport
 from ckptstore.stores import Store
@@ -35,7 +37,7 @@ from ckptstore.writer import Tally
 log = logging.getLogger("ckptstore")
 
 
-class Repository:
+class Repository(Portable):
     """All checkpoints of a run. Made by ``ckptstore.open``; close it, or use it as a context manager."""
 
     def __init__(
@@ -49,6 +51,8 @@ class Repository:
         codec: str = "auto",
         background_cores: int | None = None,
         exit_timeout: float = options.EXIT_TIMEOUT,
+        run_id: str = "",
+        passport: Passport | None = None,
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
@@ -58,6 +62,7 @@ class Repository:
         self._background_cores = options.check_background_cores(background_cores)
         self._background = Background(store.traits.url, options.check_exit_timeout(exit_timeout))
         self._catalog = Catalog(store)
+        self._fence = Fence(self._catalog, options.check_run_id(run_id))
         self._pace = Pace()
         self._resumed: set[int] = set()
         self._has_saved = False
@@ -65,7 +70,10 @@ class Repository:
             self._catalog,
             create=options.check_flag("create", create),
             unsafe_single_writer=options.check_flag("unsafe_single_writer", unsafe_single_writer),
+            known=passport.id if passport is not None else None,
         )
+        if passport is not None:
+            self._show(passport)
         self.id = self._foundation.id
         """32 hexadecimal digits that name this repository wherever it is copied to."""
 
@@ -76,6 +84,11 @@ class Repository:
     def url(self) -> str:
         """Where it is. Never holds a secret."""
         return self.store.traits.url
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run that saves here; empty if it has none."""
+        return self._fence.run
 
     # ---- saving --------------------------------------------------------------------------------------------
 
@@ -102,6 +115,7 @@ class Repository:
         Raises:
             InvalidRecordError: something cannot be stored exactly. Raised before anything is written.
             EpochExistsError: the epoch is committed already, or another writer was first.
+            FencedError: another process has taken the run over (``run_id``).
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
@@ -184,21 +198,29 @@ class Repository:
         told: Told = lambda: None,
     ) -> Transaction:
         options.check_flag("replace", replace)
-        commits = self._catalog.committed()
-        if not (commits and self._has_saved):  # a listing with commits shows as well that the place has not vanished
+        if not self._has_saved:
             self._foundation.require(restore=True)
         self._foundation.prepare_to_write()
-        plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, cores, self._pace)
+        commits = self._fence.enter()
+        if not commits and self._has_saved:  # a listing with commits shows as well that the place has not vanished
+            self._foundation.require(restore=True)
+        plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, self._fence, cores, self._pace)
         return Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def latest(self, deep: bool = False, progress: Progress | None = None) -> Checkpoint | None:
+    def latest(
+        self, deep: bool = False, progress: Progress | None = None, run_id: str | None = None
+    ) -> Checkpoint | None:
         """The newest intact checkpoint; None only if the repository is proven to be empty.
 
         Steps back over damaged epochs; ``.skipped`` of the result tells which and why. By default manifests and indexes
         are verified and chunks looked up by name and size; ``deep`` reads every byte. (Loading verifies every
         byte in any case.)
+
+        Args:
+            run_id: look only at what this run has saved (``repo.run_id`` for one's own); then None says that it has
+                saved nothing.
 
         Raises:
             CorruptionError: there are epochs, but none is intact.
@@ -206,7 +228,10 @@ class Repository:
             RepositoryNotFoundError: the repository has vanished (is the mount there?).
             StoreError: the store did not answer. Never taken for "no checkpoint".
         """
-        manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress)
+        run = None if run_id is None else options.check_run_id(run_id)
+        manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress, run=run)
+        if manifest is None and run is not None:  # see below; of the others we would not know
+            manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress, run=run)
         if manifest is not None:
             for step in skipped:
                 log.warning("skipped %s", step)
@@ -215,7 +240,7 @@ class Repository:
             reasons = "; ".join(map(str, skipped))
             raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
         self._foundation.require()
-        if self._catalog.committed():  # a listing beside a replace can miss both generations: look again
+        if run is None and self._catalog.committed():  # a listing beside a replace can miss both generations: again
             return self.latest(deep, progress)
         return None
 
@@ -271,10 +296,11 @@ class Repository:
         delete_commits(self._catalog, commits, "its epoch was deleted")
 
     def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
-        """Delete the epochs that ``policy`` (default: the ``keep`` of ``open``) does not keep.
+        """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
         Never deletes the newest intact epoch, nor those that this process loaded before its first save: the run
-        resumed from them (P5).
+        resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under that
+        name; without one, only epochs that no named run has saved.
 
         Args:
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
@@ -288,7 +314,13 @@ class Repository:
         self._foundation.require()
         protected = dict.fromkeys(self._resumed, "the run resumed from it")
         return retention.prune(
-            self._catalog, chosen, protected=protected, metadata=metadata_of, deep=deep, dry_run=dry_run
+            self._catalog,
+            chosen,
+            run=self.run_id,
+            protected=protected,
+            metadata=metadata_of,
+            deep=deep,
+            dry_run=dry_run,
         )
 
     def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
@@ -326,8 +358,17 @@ class Repository:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _checkpoint(self, manifest: Manifest, **more: Any) -> Checkpoint:
-        return Checkpoint(self._catalog, manifest, on_load=self._mark_resumed, **more)
+    def _checkpoint(
+        self, manifest: Manifest, skipped: Sequence[Skipped] = (), report: Tally | None = None
+    ) -> Checkpoint:
+        return Checkpoint(
+            self._catalog,
+            manifest,
+            skipped=skipped,
+            report=report,
+            on_load=self._mark_resumed,
+            again=self._checkpoint,
+        )
 
     def _mark_resumed(self, epoch: int) -> None:
         if not self._has_saved:

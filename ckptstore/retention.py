@@ -14,10 +14,11 @@ import numpy as np
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import InvalidArgumentError, StoreFullError
+from ckptstore.fence import superseded
 from ckptstore.lease import EXPIRY, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.stores.base import ObjectInfo, Store
-from ckptstore.sweep import Removal, condemn, delete_commits, sweep
+from ckptstore.sweep import Removal, condemn, delete_commits, store_time, sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +150,16 @@ class GcReport:
 
 
 def prune(
-    catalog: Catalog, policy: Policy, *, protected: Mapping[int, str], metadata: Any, deep: bool, dry_run: bool
+    catalog: Catalog,
+    policy: Policy,
+    *,
+    run: str,
+    protected: Mapping[int, str],
+    metadata: Any,
+    deep: bool,
+    dry_run: bool,
 ) -> PruneReport:
-    """Delete the epochs that ``policy`` does not keep.
+    """Delete the epochs of ``run`` that ``policy`` does not keep; it is not shown those of others.
 
     Never deleted (P5): the newest intact epoch, ``protected`` epochs, and epochs whose manifest cannot be read
     (they may be all that a repair has to go by).
@@ -163,18 +171,19 @@ def prune(
     """
     commits = catalog.committed()
     manifests: dict[int, Manifest] = {}
-    kept: dict[int, str] = {}
+    unreadable: dict[int, str] = {}
     for commit, manifest in catalog.manifests(commits):
         if isinstance(manifest, Manifest):
             manifests[commit.epoch] = manifest  # ascending: the highest generation stays
         else:
-            kept[commit.epoch] = "its manifest is damaged: delete it by hand or restore it"
-    infos = [EpochInfo(epoch, metadata(manifests[epoch])) for epoch in sorted(manifests)]
-    kept = {**policy.keep(infos), **protected, **kept}
+            unreadable[commit.epoch] = "its manifest is damaged: delete it by hand or restore it"
+    foreign = {e: _belongs(m) for e, m in manifests.items() if m.run != run}
+    infos = [EpochInfo(epoch, metadata(manifests[epoch])) for epoch in sorted(manifests) if epoch not in foreign]
+    kept = {**policy.keep(infos), **foreign, **protected, **unreadable}
     if any(info.epoch not in kept for info in infos):
-        newest, _ = catalog.newest_intact(deep=deep)
+        newest, _ = catalog.newest_intact(deep=deep, run=run)
         if newest is not None and not deep and not catalog.check_reused(newest):
-            newest, _ = catalog.newest_intact(deep=True)  # others may share what rotted
+            newest, _ = catalog.newest_intact(deep=True, run=run)  # others may share what rotted
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
         elif newest.epoch not in kept:
@@ -187,14 +196,8 @@ def prune(
     return PruneReport(removed, {e: kept[e] for e in sorted(present)}, swept.removed, swept.spared, dry_run)
 
 
-def store_time(store: Store) -> float:
-    """The store's clock: the time it stamps on an object put just now."""
-    key = keys.probe_key()
-    store.put(key, b"")
-    try:
-        return store.info(key).modified
-    finally:
-        store.delete(key)
+def _belongs(manifest: Manifest) -> str:
+    return f"belongs to run {manifest.run}" if manifest.run else "belongs to no named run"
 
 
 @dataclass
@@ -242,6 +245,10 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
     removed += swept.removed
     before = now - grace if grace > 0 else math.inf  # clocks are coarse: "now" may be older than what was just put
     removed += _remove_traces(store, debris, {s.attempt for s in dead}, swept.spared, before, dry_run)
+    for info in superseded(store):
+        removed.append(Removal(info.key, "its run has a newer writer", info.size))
+        if not dry_run:
+            store.delete(info.key)
     return GcReport(removed, swept.spared, dry_run)
 
 

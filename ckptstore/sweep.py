@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import CorruptionError, ObjectExistsError, ObjectNotFoundError
-from ckptstore.lease import Sighting, read_leases
+from ckptstore.errors import CorruptionError, ObjectExistsError, ObjectNotFoundError, StoreFullError
+from ckptstore.lease import EXPIRY, Sighting, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.stores.base import Store
 
 log = logging.getLogger("ckptstore")
+
+_IN_PROGRESS = "a save in progress may refer to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,16 @@ def condemn(store: Store, attempt: str) -> None:
     # Empty, so that it also fits on a full disk. With other bytes it would be a flag all the same.
     with suppress(ObjectExistsError):
         store.put(keys.condemned_key(attempt), b"", if_absent=True)
+
+
+def store_time(store: Store) -> float:
+    """The store's clock: the time it stamps on an object put just now."""
+    key = keys.probe_key()
+    store.put(key, b"")
+    try:
+        return store.info(key).modified
+    finally:
+        store.delete(key)
 
 
 def sweep(
@@ -80,7 +92,7 @@ def sweep(
         if blocked:
             swept.spared[key] = blocked
         elif content[0] in protected:
-            swept.spared[key] = "a save in progress may refer to it"
+            swept.spared[key] = _IN_PROGRESS
         elif content[0] in unknown:
             swept.spared[key] = f"{unknown[content[0]]} is damaged, so what it needs is unknown"
         else:
@@ -144,9 +156,31 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
     if dry_run:
         return result
     swept = sweep(catalog, candidates, reason)
+    held = {key: candidates[key] for key, why in swept.spared.items() if why == _IN_PROGRESS}
+    dead = _condemn_expired(store, held) if held else []
+    if dead:
+        again = sweep(catalog, held, reason, dead=dead)
+        swept.removed += again.removed
+        swept.spared = {**{key: why for key, why in swept.spared.items() if key not in held}, **again.spared}
     result.removed += swept.removed
     result.spared = swept.spared
     return result
+
+
+def _condemn_expired(store: Store, held: Collection[str]) -> list[Sighting]:
+    """Condemn the expired attempts that protect objects of ``held``: a save that was killed must not keep what nobody
+    needs until the next gc. The order is that of gc: flags first, then the sweep looks at leases and manifests anew.
+    """
+    attempts = {content[0] for content in map(keys.parse_content_key, held) if content is not None}
+    holding = [s for s in read_leases(store) if s.lease and attempts.intersection((s.attempt, *s.lease.uses))]
+    try:
+        now = store_time(store) if holding else 0.0
+        dead = [sighting for sighting in holding if abs(now - sighting.modified) > EXPIRY]
+        for sighting in dead:
+            condemn(store, sighting.attempt)
+    except StoreFullError:  # no room for a flag
+        return []
+    return dead
 
 
 def _needs(catalog: Catalog, manifest: Manifest) -> dict[str, int]:

@@ -30,6 +30,7 @@ from ckptstore.errors import (
     StoreFullError,
     TransactionError,
 )
+from ckptstore.fence import Fence
 from ckptstore.lease import HeldLease
 from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, writer_version
 from ckptstore.pace import Pace
@@ -51,6 +52,7 @@ class Plan:
     chunk_size: int
     codec: str
     repository: str
+    fence: Fence
     cores: int | None = None  # at most so many busy threads; None: all cores of this process
     pace: Pace | None = None  # what earlier saves found out about the store's speed
 
@@ -81,7 +83,7 @@ class Transaction:
         self._attempt = keys.new_attempt()
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
         self._claim = Claim(catalog, self._lease)
-        self._step = Commit(catalog, self._lease, self._claim)
+        self._step = Commit(catalog, self._lease, self._claim, plan.fence)
         self._writer = RecordWriter(
             self._store,
             self._attempt,
@@ -174,7 +176,15 @@ class Transaction:
             self._state = "failed"
             raise
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # the threads that do its work have stayed behind: it would wait for ever
+            raise TransactionError(
+                f"the save of epoch {self.epoch} was begun in process {self._pid}: only that one can go on with it",
+                epoch=self.epoch,
+            )
+
     def _check_open(self, name: str) -> None:
+        self._check_process()
         if self._state != "open":
             raise TransactionError(
                 f"this transaction is {self._state}: begin a new one to save epoch {self.epoch}", epoch=self.epoch
@@ -191,6 +201,7 @@ class Transaction:
         Raises:
             StoreError: the store failed; the transaction can only be aborted.
         """
+        self._check_process()
         try:
             with self.tally.timed("write"):
                 return self._writer.settle()
@@ -205,10 +216,12 @@ class Transaction:
 
         Raises:
             EpochExistsError: another writer committed this epoch first.
+            FencedError: the run has a newer writer; nothing was committed.
             TransactionError: closed, empty, or swept away because it was silent for too long; nothing was committed.
             OutcomeUnknownError: the answer to the commit was lost and could not be read back.
             StoreError: nothing was committed.
         """
+        self._check_process()
         if self._state != "open":
             raise TransactionError(f"this transaction is {self._state} and cannot be committed", epoch=self.epoch)
         if not self._names:
@@ -249,12 +262,15 @@ class Transaction:
             bytes_state=self.tally.bytes_state,
             bytes_sent=self.tally.bytes_sent,
             bytes_reused=self.tally.bytes_reused,
+            run=self._plan.fence.run,
+            writer_number=self._plan.fence.number,
         )
 
     # ---- abort ---------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         """Give the attempt up and remove what it wrote. Every earlier epoch is as it was."""
+        self._check_process()
         if self._state in ("open", "failed"):
             self._state = "aborted"
             self._writer.close()

@@ -16,13 +16,13 @@ ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by 
 FLOORS: dict[float, set[str]] = {
     0: {
         "errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "refusals", "tree", "chunks", "files",
-        "garbage", "patience", "planes",
+        "garbage", "locks", "patience", "planes",
     },
     1: {"codecs", "pace", "pipeline", "staging", "stores"},
     2: {"known", "writer", "reader"},
     3: {
-        "background", "catalog", "checkpoint", "claim", "commit", "exiting", "foundation", "lease", "opening",
-        "options", "repository", "retention", "sweep", "transaction", "verify",
+        "background", "catalog", "checkpoint", "claim", "commit", "exiting", "fence", "foundation", "lease",
+        "opening", "options", "pickling", "repository", "retention", "sweep", "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

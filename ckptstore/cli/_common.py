@@ -69,7 +69,8 @@ Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show 
 
 def open_repository(url: str, options: Sequence[str] | None, unsafe: bool, *, create: bool) -> ckptstore.Repository:
     """The repository at ``url``; only a command that writes may create it."""
-    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe)
+    # No name: a command that is run beside a trainer, in its environment, must not take its run over.
+    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe, run_id="")
 
 
 def storage_options(options: Sequence[str] | None) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from ckptstore.errors import CorruptionError
 from ckptstore.manifest import Manifest
 
 _WIDE = 100  # columns from which on the records are listed by name
+_RUN = 24  # columns for the name of a run
 _Listing = list[tuple[Committed, Manifest | CorruptionError]]
 
 
@@ -62,6 +63,7 @@ def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, An
         **entry,
         "damaged": None,
         "created": found.created,
+        "run": found.run,
         "records": [record.name for record in found.records],
         "bytes_state": found.bytes_state,
         "bytes_stored": bytes_stored(found),
@@ -79,6 +81,9 @@ def _print(repo: Repository, listing: _Listing) -> None:
     for name in ("epoch", "gen", "state", "stored", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("created", no_wrap=True)
+    runs = {found.run for _, found in listing if isinstance(found, Manifest)}
+    if len(runs) > 1:
+        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=_RUN)
     wide = console.width >= _WIDE
     table.add_column("records", no_wrap=True, overflow="ellipsis", justify="left" if wide else "right")
     table.add_column("metadata")  # the only one that may shrink
@@ -88,7 +93,8 @@ def _print(repo: Repository, listing: _Listing) -> None:
             reason = Text(
                 clean(found.message.replace(commit.key, "manifest", 1)), "red", no_wrap=True, overflow="ellipsis"
             )
-            table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), "-", reason)
+            run = ["-"] if len(runs) > 1 else []
+            table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), *run, "-", reason)
             continue
         stored = bytes_stored(found)
         names = clean(" ".join(record.name for record in found.records)) if wide else str(len(found.records))
@@ -98,6 +104,7 @@ def _print(repo: Repository, listing: _Listing) -> None:
             generation,
             *sizes,
             ago(found.created),
+            *([Text(clean(found.run or "-"))] if len(runs) > 1 else []),
             Text(names),
             _line(brief(metadata_of(found))),
         )

@@ -99,6 +99,8 @@ def _as_json(
         "generation": ckpt.generation,
         "created": ckpt.created,
         "writer": manifest.writer,
+        "run": manifest.run,
+        "writer_number": manifest.writer_number,
         "attempt": manifest.attempt,
         "bytes_state": manifest.bytes_state,
         "bytes_stored": bytes_stored(manifest),
@@ -121,6 +123,8 @@ def _print(
     facts.add_row("epoch", f"{ckpt.epoch}{generation}")
     facts.add_row("in", Text(clean(repo.url)))
     facts.add_row("created", Text(f"{clean(ckpt.created)} ({ago(ckpt.created)}) by {clean(manifest.writer)}"))
+    if manifest.run:
+        facts.add_row("run", Text(f"{clean(manifest.run)}, writer {manifest.writer_number}"))
     facts.add_row("state", size(manifest.bytes_state))
     facts.add_row("stored", f"{size(stored)}, ratio {ratio(manifest.bytes_state, stored)}")
     found = f"found {size(manifest.bytes_reused)} of the state there already"
