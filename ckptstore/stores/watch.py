@@ -36,8 +36,8 @@ LISTING_SECONDS = 3600.0
 """A listing may take longer than the limit as long as entries come; but no longer than this."""
 QUICK_SECONDS = 10.0
 """The limit of further calls while one hangs: the rest of a save that is lost must not take as long again."""
-MOST_HUNG = 16
-"""While so many calls hang, others are not even begun."""
+MOST_HUNG = 8
+"""While so many calls hang, others are not even begun: each keeps a thread, and a put its chunk (P6)."""
 IDLE_SECONDS = 5.0
 """A thread without work ends after so many seconds."""
 

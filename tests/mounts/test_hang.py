@@ -249,6 +249,33 @@ def test_a_room_in_which_a_read_hangs_is_not_used_again(mount: FlakyMount, monke
         assert {*lent} & {*given}  # a read that ends well gives its room back
 
 
+@real
+@pytest.mark.kill
+def test_exit_beside_a_hanging_mount(mount: FlakyMount) -> None:
+    """A program whose save was given up ends like any other, while the call still hangs in the kernel."""
+    code = """
+    import sys, numpy as np, ckptstore
+    from ckptstore.stores import watch
+    watch.SLOWEST = 1e9
+    repo = ckptstore.open(sys.argv[1], retry=ckptstore.RetryPolicy(hang=0.3))
+    try:
+        repo.save(1, {"model": {"w": np.arange(100_000)}})
+    except ckptstore.DeadlineError:
+        print(repo.latest(), "hung:", repo.store.inner.inner.hung)
+    """
+    mount.hang("fsync", path=".*/chunks/.*")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(mount.path / "run")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=30,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("None hung: 1\n", 0), done.stderr
+    assert mount.fired() == [1]
+
+
 # --- with no mount at all: a store that never returns ------------------------------------------
 
 

@@ -8,6 +8,7 @@ from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.retry import RetryPolicy, RetryStore
 from ckptstore.stores.trace import OpLog, TraceStore
+from ckptstore.stores.watch import WatchStore
 from ckptstore.testing.faults import CrashStore, FaultStore
 from ckptstore.testing.suite import StoreSuite
 
@@ -49,6 +50,11 @@ class TestFaultOverMemory(TestMemory):
 
 class _Local(TestLocal):
     many = 50  # TestLocal has the long listing; a put to disk takes its time
+
+
+class TestWatchOverLocal(_Local):
+    def make_store(self) -> Store:
+        return WatchStore(super().make_store(), 60.0)
 
 
 class TestLimitOverLocal(_Local):
