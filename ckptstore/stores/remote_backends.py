@@ -340,7 +340,7 @@ class GCSBackend(Backend):
         check_options(self.options, GCSFileSystem)
         limits = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
         listener = TraceConfig()
-        listener.on_request_end.append(_keep_headers)
+        listener.on_request_end.append(_keep_answer)
         session = dict(self.options.get("session_kwargs") or {})
         session["trace_configs"] = [*session.get("trace_configs", ()), listener]
         return GCSFileSystem(**{"requests_timeout": limits, **self.options, "session_kwargs": session})
@@ -359,9 +359,9 @@ class GCSBackend(Backend):
         try:
             status, headers, _, contents = await single(fs, method, path, *names, **rest)
         except Exception as error:
-            answered = _headers.get({})
-            if "Retry-After" in answered:
-                error.retry_after = answered["Retry-After"]  # type: ignore[attr-defined]
+            answer = _answer.get(None)
+            if answer is not None:
+                error.http_status, error.retry_after = answer  # type: ignore[attr-defined]
             raise
         return status, headers, contents
 
@@ -373,12 +373,12 @@ class GCSBackend(Backend):
         return reply
 
 
-_headers: ContextVar[Mapping[str, str]] = ContextVar("headers of the last answer")
+_answer: ContextVar[tuple[int, str | None] | None] = ContextVar("status and Retry-After of the last answer")
 
 
-async def _keep_headers(_session: Any, _context: Any, answer: Any) -> None:
+async def _keep_answer(_session: Any, _context: Any, end: Any) -> None:
     """gcsfs turns a refusal into an exception without its headers. Called in the task of the request."""
-    _headers.set(answer.response.headers)
+    _answer.set((end.response.status, end.response.headers.get("Retry-After")))
 
 
 def _gcs_info(item: Mapping[str, Any]) -> ObjectInfo:

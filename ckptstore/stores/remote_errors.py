@@ -293,7 +293,10 @@ def _judge_gcs(error: BaseException) -> Verdict | None:
     for kind, pattern, verdict in GCS_TEXTS:
         if name == kind and re.search(pattern, str(error), re.IGNORECASE):
             return verdict
-    return STATUSES.get(_number(getattr(error, "code", None))) if name == "HttpError" else None
+    if name == "HttpError":
+        return STATUSES.get(_number(getattr(error, "code", None)))
+    # Whatever has "invalid" in its text is a ValueError to gcsfs, also a server in trouble: then the status tells.
+    return STATUSES.get(_number(getattr(error, "http_status", None))) if name == "ValueError" else None
 
 
 def _retry_after(error: BaseException) -> float | None:

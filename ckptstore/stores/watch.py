@@ -240,7 +240,7 @@ class WatchStore(Store):
             if left <= 0:
                 return
             with suppress(queue.Empty):
-                job.reply.get(timeout=left)
+                job.reply.get(timeout=min(left, LISTING_SECONDS))
 
     def _hanging(self, verb: str, key: str, why: str) -> DeadlineError:
         return DeadlineError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import AccessError, RetriesExhaustedError, StoreError, ThrottledError, TransientError
+from ckptstore.patience import GRACE_SECONDS
 from ckptstore.stores import RemoteStore, RetryEvent, RetryPolicy, RetryStore, Store, remote
 
 if TYPE_CHECKING:
@@ -229,6 +232,38 @@ def test_every_call_of_a_repository_ends_under_a_server_that_falls_silent(
         ):
             ends(act)
         repo.close()
+
+
+@pytest.mark.parametrize("transport", ["fsspec", "obstore"])
+def test_ctrl_c_drops_requests_of_worker_threads(s3: Any, transport: str) -> None:
+    """A save whose chunks hang in a server that answers no more ends soon after a Ctrl-C."""
+    quiet, waiting = threading.Event(), threading.Event()
+
+    def script(request: Request) -> Reply | None:
+        if not quiet.is_set() or "/chunks/" not in request.path:
+            return None
+        waiting.set()
+        return Reply(hang=True)
+
+    def interrupt() -> None:
+        waiting.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    state = {"model": {"w": np.arange(100_000)}}
+    with ScriptedServer(script, s3.endpoint) as server:
+        options = {**s3.storage_options, "endpoint_url": server.endpoint}
+        with ckptstore.open(s3.url(), options, transport=transport) as repo:
+            repo.save(1, state)
+            quiet.set()
+            killer = threading.Thread(target=interrupt)
+            killer.start()
+            begin = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                repo.save(2, {"model": {"w": state["model"]["w"] + 1}})
+            killer.join()
+            assert time.monotonic() - begin < GRACE_SECONDS + 10
+            quiet.clear()
+            assert repo.latest().epoch == 1  # type: ignore[union-attr]
 
 
 # --- asked to wait ------------------------------------------------------------------------------

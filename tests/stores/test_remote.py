@@ -480,6 +480,8 @@ def test_dropped_connection(verb: str) -> None:
         (500, "", TransientError),
         (502, "", TransientError),
         (503, "", ThrottledError),
+        (503, "invalid backend state", ThrottledError),
+        (500, "invalid backend state", TransientError),
         (507, "", StoreFullError),
     ],
 )
