@@ -45,7 +45,7 @@ IDLE_SECONDS = 5.0
 class _Job:
     """One call on its way through the pool."""
 
-    __slots__ = ("abandoned", "error", "finished", "patience", "reply", "result", "run", "touched")
+    __slots__ = ("_end", "error", "patience", "reply", "result", "run", "touched")
 
     def __init__(self, run: Callable[[_Job], Any]) -> None:
         self.run: Callable[[_Job], Any] | None = run
@@ -54,8 +54,19 @@ class _Job:
         self.result: Any = None
         self.error: BaseException | None = None
         self.touched = time.monotonic()
-        self.finished = False
-        self.abandoned = False
+        self._end: dict[str, str] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to its end, and nobody had given it up before."""
+        return self._end.get("by") == "return"
+
+    def end(self, by: str) -> bool:
+        """Whether it ends by this, "return" or "abandoned": the first word counts.
+
+        Without a lock, as all of this: a signal handler may call the store while its thread is right here.
+        """
+        return self._end.setdefault("by", by) == by
 
     def work(self) -> None:
         patience.adopt(self.patience)
@@ -85,15 +96,14 @@ class _Pool:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = threading.Lock()
-        self.hung = 0
+        self.hung: set[_Job] = set()
         self._idle: list[queue.SimpleQueue[_Job | None]] = []
 
     def start(self, job: _Job) -> None:
         """Run it on a thread, or right here where the system gives no more threads."""
-        with self.lock:
-            box = self._idle.pop() if self._idle else None
-        if box is None:
+        try:
+            box = self._idle.pop()
+        except IndexError:
             box = queue.SimpleQueue()
             try:
                 threading.Thread(target=self._serve, args=(box,), name="ckptstore-store", daemon=True).start()
@@ -101,41 +111,40 @@ class _Pool:
                 before = patience.current()
                 job.work()
                 patience.adopt(before)
-                job.finished = True
+                job.end("return")
                 return
         box.put(job)
 
-    def abandon(self, job: _Job) -> None:
-        """Nobody waits for it any more."""
-        with self.lock:
-            if not job.finished and not job.abandoned:
-                job.abandoned = True
-                self.hung += 1
+    def abandon(self, job: _Job) -> bool:
+        """Nobody waits for it any more: it counts as hung. False if it has come to its end just now."""
+        self.hung.add(job)  # first, so that its thread finds it there
+        if job.end("abandoned"):
+            return True
+        self.hung.discard(job)
+        return False
 
     def dismiss(self) -> None:
         """End the threads that have nothing to do."""
-        with self.lock:
-            idle, self._idle = self._idle, []
-        for box in idle:
-            box.put(None)
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().put(None)
 
     def _serve(self, box: queue.SimpleQueue[_Job | None]) -> None:
         while True:
             try:
                 job = box.get(timeout=IDLE_SECONDS)
             except queue.Empty:
-                with self.lock:
-                    if box not in self._idle:
-                        continue  # a job is on its way
+                try:
                     self._idle.remove(box)
+                except ValueError:
+                    continue  # a job is on its way
                 return
             if job is None:
                 return
             job.work()
-            with self.lock:
-                job.finished = True
-                self.hung -= job.abandoned
-                self._idle.append(box)  # before the answer, so that the next call finds this thread warm
+            if not job.end("return"):
+                self.hung.discard(job)
+            self._idle.append(box)  # before the answer, so that the next call finds this thread warm
             job.wake()
             del job
 
@@ -156,7 +165,7 @@ class WatchStore(Store):
     @property
     def hung(self) -> int:
         """How many calls were given up and have not returned yet."""
-        return self._pool.hung
+        return len(self._pool.hung)
 
     @property
     def traits(self) -> StoreTraits:
@@ -207,8 +216,8 @@ class WatchStore(Store):
         limit = self._seconds + max(nbytes, 0) / SLOWEST
         if pool.hung:
             limit = min(limit, QUICK_SECONDS)
-            if pool.hung >= MOST_HUNG:
-                raise self._hanging(verb, key, f"{pool.hung} calls hang there already: it was not begun")
+            if len(pool.hung) >= MOST_HUNG:
+                raise self._hanging(verb, key, f"{len(pool.hung)} calls hang there already: it was not begun")
         job = _Job(run)
         pool.start(job)
         try:
@@ -220,11 +229,9 @@ class WatchStore(Store):
             _linger(job)
             pool.abandon(job)
             raise
-        if not job.finished:
-            pool.abandon(job)  # from here on it counts as hung, unless it has ended just now
+        if not job.finished and pool.abandon(job):
             job.patience.end()
-            if job.abandoned:
-                raise self._hanging(verb, key, f"it has not returned after {time.monotonic() - job.touched:.0f} s")
+            raise self._hanging(verb, key, f"it has not returned after {time.monotonic() - job.touched:.0f} s")
         result: T = job.outcome()
         return result
 
