@@ -106,6 +106,9 @@ class Store(ABC):
 
         Returns:
             The bytes, in ``room`` or in memory of their own: good as long as the caller leaves ``room`` alone.
+
+        Raises:
+            DeadlineError: a read hangs, and may still write into ``room``: let go of it.
         """
         return memoryview(self.get(key, start, end))
 
