@@ -8,6 +8,7 @@ strictly typed and cross-checked. Nothing is evaluated. Sizes are bytes, digests
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TypeVar
 
@@ -213,9 +214,14 @@ def _is_record_name(name: str) -> bool:
 def writer_version() -> str:
     """Name and version of this library, as manifests record it."""
     try:
-        return f"ckptstore {version('ckptstore')}"
-    except PackageNotFoundError:
-        return "ckptstore"
+        return f"ckptstore {_version()}"
+    except (PackageNotFoundError, OSError, LookupError, TypeError):
+        return "ckptstore"  # not installed; or its files cannot be read now, which is no reason to lose a checkpoint
+
+
+@cache
+def _version() -> str:
+    return version("ckptstore")
 
 
 def encode_marker(marker: Marker) -> bytes:
