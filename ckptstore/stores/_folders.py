@@ -95,9 +95,16 @@ class Folders:
         if not sync_folder(place):
             self._ground.folders_do_not_sync()
 
-    def remove_empty(self, folder: str) -> None:
-        """Remove folders that a delete left empty. What cannot go (in use, filled again) stays."""
-        while len(folder) > len(self._root):
+    def remove_empty(self, folder: str, *, shared: bool = False) -> None:
+        """Remove folders that a delete left empty. What cannot go (in use, filled again) stays.
+
+        On a network mount those right below the root stay, unless ``shared``: some servers (SeaweedFS) remove a folder
+        in which somebody is making a file at that moment, and these are the folders that all writers share.
+        """
+        least = len(self._root)
+        if self._ground.look().network and not shared:
+            least += 1 + len(folder[least + 1 :].partition("/")[0])
+        while len(folder) > least:
             self._settled.pop(folder, None)
             self._inside.discard(folder)
             try:

@@ -219,7 +219,7 @@ class LocalStore(Store):
             except BaseException:
                 discard(scratch, place)
                 os.close(place)
-                self._folders.remove_empty(folder)
+                self._folders.remove_empty(folder, shared=True)
                 raise
         raise FileNotFoundError(errno.ENOENT, "the folder vanishes as fast as it is made", folder)
 

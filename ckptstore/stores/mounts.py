@@ -133,6 +133,11 @@ def _judge(kind: str, source: str) -> Mount:
         weak.append("its content is lost when the machine restarts")
     if network:
         weak.append("it is a network or user-space mount: other machines may see changes late")
+    if kind == "fuse.seaweedfs":
+        weak.append(
+            "two machines that create one name at the same moment may both be told that they did, and an object "
+            "that is replaced may be missing for a moment: write from one machine at a time, or use s3:// instead"
+        )
     if kind == "fuse.rclone":
         weak.append("rclone may hold files back for seconds after it has taken them: use the store behind it directly")
     return Mount(kind, network=network, own=kind in _OWN, weak=tuple(weak))

@@ -197,6 +197,16 @@ def test_silly_names(tmp_path: Path) -> None:
         assert repo.epochs() == [3]
 
 
+def test_shared_folders_stay(mount: FlakyMount) -> None:
+    """On a network mount the folders that all writers share stay when they are empty; those of an attempt go."""
+    store = LocalStore(mount.path)
+    for key in ("leases/1", chunk_key("a" * 32, "b" * 64)):
+        store.put(key, b"1")
+        store.delete(key)
+    assert sorted(os.listdir(mount.path)) == ["attempts", "leases"]
+    assert os.listdir(mount.path / "attempts") == []
+
+
 @pytest.mark.parametrize("op", ["rmdir", "unlink"])
 @pytest.mark.parametrize("code", [errno.EBUSY, errno.ENOTEMPTY])
 @pytest.mark.parametrize("times", [3, None])
