@@ -132,16 +132,24 @@ class TooFast:
         return left < 1
 
 
-def misbehaving(seed: int, *, gcs: bool = False, part: float = 0.08) -> list[Rule]:
-    """Faults of bad days, on about ``part`` of all requests: refusals, resets, lost replies, cut and slow bodies."""
+PORTAL = answer(Reply(200, b"<html>Please log in</html>", {"Content-Type": "text/html"}), name="page of a portal")
+GATEWAY = answer(Reply(502, b"<html>Bad Gateway</html>", {"Content-Type": "text/html"}), name="page of a gateway")
+
+
+def misbehaving(seed: int, *, gcs: bool = False, part: float = 0.08, silent: bool = False) -> list[Rule]:
+    """Faults of bad days, on about ``part`` of all requests: refusals, resets, lost replies, cut and slow bodies.
+
+    ``silent``: also requests that are never answered; give the clients read time-outs of a second or so.
+    """
     chooser = random.Random(seed)
     error = gcs_error if gcs else s3_error
     mix: list[tuple[float, Action, str]] = [
         (3, error(503, "SlowDown"), ""),
         (2, error(429, "TooManyRequests", Retry_After="1"), ""),
         (2, error(500, "InternalError"), ""),
-        (1, error(502, "BadGateway"), ""),
         (1, error(504, "GatewayTimeout"), ""),
+        (1, GATEWAY, ""),
+        (1, PORTAL, ""),
         (2, reset(), ""),
         (2, reset(after=True), "put delete"),
         (1, reset(received=1000), "put"),
@@ -153,6 +161,8 @@ def misbehaving(seed: int, *, gcs: bool = False, part: float = 0.08) -> list[Rul
     ]
     if not gcs:
         mix += [(1, s3_error(400, "RequestTimeout"), "put"), (1, s3_error(200, "InternalError"), "put")]
+    if silent:
+        mix += [(1, stall(), ""), (1, stall(after=True), "put"), (1, stall(at=0.5), "get")]
     whole = sum(weight for weight, _, _ in mix)
     return [
         Rule(action, on, times=None, optional=True, when=Chance(part * weight / whole, chooser.randrange(1 << 30)))

@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 KEY, SECRET = "testkey", "testsecret123"
+READER_KEY, READER_SECRET = "readerkey", "readersecret123"
+"""Of somebody on SeaweedFS who may not write."""
 READY_SECONDS = 60.0
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -74,7 +76,9 @@ def seaweedfs() -> Server:
     def command(folder: Path, port: int) -> Sequence[str]:
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": actions}
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        reader = [{"accessKey": READER_KEY, "secretKey": READER_SECRET}]
+        identities = [identity, {"name": "reader", "credentials": reader, "actions": ["Read", "List"]}]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         (folder / "data").mkdir()
         master, volume, filer = port + 1, port + 2, port + 3
         options = {

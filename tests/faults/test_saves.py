@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 import ckptstore
-from ckptstore import KeepLast, Repository, RetryPolicy, keys
+from ckptstore import KeepLast, RetryPolicy, keys
 from ckptstore.errors import (
     AccessError,
     CkptStoreError,
@@ -25,6 +25,7 @@ from tests.faults.conftest import PORTALS, Way, both_s3, every_way, holds, state
 from tests.proxy import Action, Rule
 from tests.proxy_faults import answer, cut, edit, gcs_error, misbehaving, reset, s3_error
 from tests.proxy_wire import Reply, Seen
+from tests.servers import READER_KEY, READER_SECRET
 
 CHUNKS, RECORDS, MANIFESTS, LEASES = "/chunks/", "/records/", "/manifests/", "/leases/"
 PATIENT = RetryPolicy(attempts=1000, deadline=60.0, base=0.01, cap=0.2)
@@ -164,6 +165,41 @@ def test_a_place_that_cannot_be_written(way: Way) -> None:
         assert holds(way.repo(create=False), 1)
         assert way.repo(create=False).verify().ok
     assert not inside(seen, "put create delete copy other")
+
+
+@both_s3
+def test_somebody_who_may_only_read(way: Way) -> None:
+    """25: by the server's own permissions: opening to write is refused at once, opening to read writes nothing."""
+    if way.bucket.server is None:
+        pytest.skip("only our own server has somebody who may only read")
+    way.behind(create=True).save(1, state(1))
+    reader = {"key": READER_KEY, "secret": READER_SECRET}
+    with way.proxy.play() as seen:
+        repo = way.repo(options=reader, create=False)
+        assert holds(repo, 1)
+        assert not inside(seen, "put create delete copy other")
+        with pytest.raises(AccessError):
+            repo.save(2, state(2))
+        way.prefix += "-new"
+        with pytest.raises(AccessError):
+            way.repo(options=reader)
+    assert {one.status for one in seen if one.verb in ("put", "create")} == {403}
+    assert max(Counter(inside(seen)).values()) == 1
+
+
+@every_way
+def test_what_is_not_wanted_is_not_read(way: Way) -> None:
+    """118: one record, or one array of it, is loaded without a request for the chunks of the others."""
+    with way.proxy.play():
+        repo = way.repo()
+        repo.save(
+            1, {"model": {"a": state(1)["model"]["w"], "b": state(2)["model"]["w"]}, "optim": state(3, 6)["model"]}
+        )
+        checkpoint = repo.checkpoint(1)
+    for paths, chunks in ((None, 6), (["a"], 3)):
+        with way.proxy.play() as seen:
+            checkpoint.load("model", paths)
+        assert sum(CHUNKS in one.key for one in seen if one.verb == "get") == chunks
 
 
 # --- replies that lie or get lost ---------------------------------------------------------------
@@ -365,18 +401,27 @@ def test_a_clock_that_the_server_refuses(way: Way) -> None:
 
 @every_way
 def test_a_bad_day(way: Way) -> None:
-    """Saves, loads and prunes through a mix of all faults: each ends well, and the store is whole."""
+    """Saves of all kinds, loads, verify, prune, delete and gc through a mix of all faults: all end well."""
     rules = misbehaving(7, gcs=way.gcs, part=0.3)
     with way.proxy.play(*rules) as seen:
         repo = way.repo(RetryPolicy(attempts=50, deadline=120, base=0.005, cap=0.1), keep=KeepLast(2))
-        for epoch in range(1, 6):
-            repo.save(epoch, state(epoch))
-            assert holds(repo, epoch)
+        for epoch in range(1, 5):
+            repo.save(epoch, state(epoch, 2))
+            assert holds(repo, epoch, chunks=2)
+        repo.save(4, state(5, 2), replace=True)
+        repo.save_async(6, state(6, 2)).result()
+        latest = repo.latest(deep=True)
+        assert latest is not None
+        assert (latest.epoch, latest.skipped) == (6, ())
+        assert repo.verify().ok
+        repo.delete(6)
+        repo.gc(grace=0)
     assert sum(rule.fired for rule in rules) >= 10
     assert len({one.rule for one in seen}) >= 5
-    behind: Repository = way.behind()
-    assert behind.epochs() == [4, 5]
-    assert behind.verify().ok
+    behind = way.behind()
+    assert behind.epochs() == [4]
+    assert holds(behind, 4, 5, chunks=2)
+    assert not way.debris()
 
 
 # --- somebody else answers ----------------------------------------------------------------------
