@@ -197,9 +197,12 @@ class RemoteStore(Store):
             raise self._taken(key)
 
     def _holds(self, key: str, data: Body) -> bool:
-        """Whether the object has exactly these bytes."""
-        view = memoryview(data)
-        return self.info(key).size == view.nbytes and self.get(key) == bytes(view)
+        """Whether the object has exactly these bytes. A difference counts when it was seen twice."""
+        body = bytes(data)
+        if self.info(key).size != len(body):
+            return False
+        # A range, because its reply also says how long it has to be.
+        return self.get(key, 0, len(body)) == body or self.get(key, 0, len(body)) == body
 
     def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
         start, token, seen = self._root + prefix, None, set[str]()

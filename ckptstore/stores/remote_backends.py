@@ -233,8 +233,8 @@ class S3Backend(Backend):
         """
         try:
             same = (await self.info(fs, name)).size == body.size
-            if same and body.size <= _SMALL:
-                same = await self.get(fs, name, 0, None) == body.getvalue()
+            if same and 0 < body.size <= _SMALL:
+                same = await self.get(fs, name, 0, body.size) == body.getvalue()
         except Exception as error:
             if judge(error)[0] is not MISSING:
                 raise

@@ -17,11 +17,12 @@ from ckptstore.errors import (
     AccessError,
     CkptStoreError,
     CorruptionError,
+    ObjectExistsError,
     RepositoryNotFoundError,
     RetriesExhaustedError,
     StoreError,
 )
-from tests.faults.conftest import PORTALS, Way, both_s3, every_way, holds, state
+from tests.faults.conftest import PORTALS, QUICK, Way, both_s3, every_way, holds, state
 from tests.proxy import Action, Rule
 from tests.proxy_faults import answer, cut, edit, gcs_error, misbehaving, reset, s3_error
 from tests.proxy_wire import Reply, Seen
@@ -44,6 +45,13 @@ def busy(way: Way) -> Action:
 def inside(seen: list[Seen], verbs: str = "put create") -> list[str]:
     """The keys of the requests with these verbs, without the prefix of the repository."""
     return [one.key.partition("/")[2] for one in seen if one.verb in verbs.split()]
+
+
+def flip(reply: Reply) -> Reply:
+    """One bit of the body is another."""
+    body = bytearray(reply.body)
+    body[len(body) // 2] ^= 1
+    return replace(reply, body=bytes(body))
 
 
 # --- what is sent -------------------------------------------------------------------------------
@@ -313,6 +321,19 @@ def test_bodies_that_end_early(way: Way) -> None:
 
 
 @every_way
+@pytest.mark.parametrize("harm", ["cut", "flipped"])
+def test_a_read_back_that_is_wrong(way: Way, harm: str) -> None:
+    """A create whose reply was lost is read back: bytes that were cut or changed on the way make no conflict of it."""
+    action = cut(0.5, announce=True) if harm == "cut" else edit(flip)
+    with way.proxy.play():
+        store = way.store(QUICK)
+    with way.proxy.play(Rule(reset(after=True), on="create"), Rule(action, on="get")):
+        store.put("key", b"0123456789" * 100, if_absent=True)
+    with way.proxy.play(Rule(action, on="get")), pytest.raises(ObjectExistsError):
+        store.put("key", b"1234567890" * 100, if_absent=True)
+
+
+@every_way
 def test_uploads_that_break_off(way: Way) -> None:
     """Connections that are reset amid an upload leave nothing, and the save goes on."""
     with way.proxy.play(Rule(reset(received=20_000), on="put", key=CHUNKS, each=2)):
@@ -328,11 +349,6 @@ def test_tags_are_not_checksums(way: Way, tag: str) -> None:
 
     def retag(reply: Reply) -> Reply:
         return replace(reply, headers={**reply.headers, "etag": f'"{tag}"'}) if "etag" in reply.headers else reply
-
-    def flip(reply: Reply) -> Reply:
-        body = bytearray(reply.body)
-        body[len(body) // 2] ^= 1
-        return replace(reply, body=bytes(body))
 
     with way.proxy.play(Rule(edit(retag), times=None)):
         repo = way.repo()
