@@ -21,7 +21,7 @@ from ckptstore.manifest import (
     decode_marker,
 )
 from ckptstore.pipeline import Meter, Progress, side_by_side
-from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index
+from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index, sure
 from ckptstore.stores.base import Store
 
 log = logging.getLogger("ckptstore")
@@ -74,7 +74,7 @@ class Catalog:
     def marker(self) -> Marker | None:
         """The marker; made up from a manifest if it alone is lost. None if there is no repository."""
         try:
-            return decode_marker(self.store.get(keys.MARKER, 0, MAX_MARKER + 1))
+            return sure(lambda: decode_marker(self.store.get(keys.MARKER, 0, MAX_MARKER + 1)))
         except ObjectNotFoundError:
             problem: CorruptionError | None = None
         except CorruptionError as error:
@@ -151,7 +151,7 @@ class Catalog:
             ObjectNotFoundError: it was deleted meanwhile.
             CorruptionError, FormatError: as ``decode_manifest``.
         """
-        return decode_manifest(self.store.get(commit.key, 0, MAX_MANIFEST + 1), commit.key)
+        return sure(lambda: decode_manifest(self.store.get(commit.key, 0, MAX_MANIFEST + 1), commit.key))
 
     def index(self, entry: RecordEntry) -> RecordIndex:
         """The verified index of a record. Named by content, so it can be cached."""

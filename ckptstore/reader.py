@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ckptstore.errors import CorruptionError, ObjectNotFoundError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
 from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
 from ckptstore.stores.base import Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,17 @@ def fetch_chunk(store: Store, chunk: ChunkRef, room: memoryview | None = None) -
     return fetch(store, chunk.key, chunk.stored_length, room)
 
 
+def sure(read: Callable[[], T]) -> T:
+    """What ``read`` gives; if that was damaged, it reads once more: a wrong byte may have come from the way."""
+    try:
+        return read()
+    except CorruptionError:
+        return read()
+
+
 def read_index(store: Store, entry: RecordEntry) -> RecordIndex:
     """The verified index of a record."""
-    return decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry)
+    return sure(lambda: decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry))
 
 
 def decode_chunk(

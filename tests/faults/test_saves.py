@@ -322,6 +322,22 @@ def test_bodies_that_end_early(way: Way) -> None:
 
 @every_way
 @pytest.mark.parametrize("harm", ["cut", "flipped"])
+def test_every_object_is_read_again(way: Way, harm: str) -> None:
+    """Whatever is read, probe, marker, manifest, index or chunk: a wrong or short body at first changes nothing."""
+    rule = Rule(cut(0.5, announce=True) if harm == "cut" else edit(flip), on="get", each=1)
+    with way.proxy.play(rule) as seen:
+        way.repo().save(1, state(1))
+        repo = way.repo(create=False)
+        latest = repo.latest(deep=True)
+        assert latest is not None
+        assert (latest.epoch, latest.skipped) == (1, ())
+        assert holds(repo, 1)
+    harmed = " ".join(one.key for one in seen if one.rule)
+    assert all(part in harmed for part in ("/probes/", keys.MARKER, MANIFESTS, RECORDS, CHUNKS))
+
+
+@every_way
+@pytest.mark.parametrize("harm", ["cut", "flipped"])
 def test_a_read_back_that_is_wrong(way: Way, harm: str) -> None:
     """A create whose reply was lost is read back: bytes that were cut or changed on the way make no conflict of it."""
     action = cut(0.5, announce=True) if harm == "cut" else edit(flip)
