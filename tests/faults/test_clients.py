@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore import KeepLast, keys
-from ckptstore.errors import AccessError, CkptStoreError, CorruptionError, StoreError, StoreFullError, TransientError
+from ckptstore import KeepLast, RetryPolicy, keys
+from ckptstore.errors import (
+    AccessError,
+    CkptStoreError,
+    CorruptionError,
+    EpochExistsError,
+    StoreError,
+    StoreFullError,
+    TransientError,
+)
 from ckptstore.stores import LimitStore, RetryEvent, RetryStore, Store, remote
 from tests.faults.conftest import QUICK, Way, both_s3, every_way, gcs_way, holds, s3fs_way, state
 from tests.proxy import Action, Exchange, Rule
-from tests.proxy_faults import TooFast, answer, gcs_error, reset, s3_error
+from tests.proxy_faults import TooFast, answer, gcs_error, misbehaving, reset, s3_error
 from tests.proxy_wire import Reply, Seen
 
 CHUNKS, MANIFESTS = "/chunks/", "/manifests/"
@@ -355,3 +363,30 @@ def test_a_bucket_that_is_full(way: Way) -> None:
     tries = [one.key for one in seen if one.rule]
     assert len(tries) == len({*tries})
     assert holds(repo, 1)
+
+
+# --- bad days -----------------------------------------------------------------------------------
+
+
+@every_way
+def test_two_writers_on_a_bad_day(way: Way) -> None:
+    """Whatever gets lost on the way, each epoch has one winner, who knows it, and a loser, who knows it too."""
+    policy = RetryPolicy(attempts=50, deadline=120, base=0.005, cap=0.1)
+    with way.proxy.play(*misbehaving(11, gcs=way.gcs, part=0.3)), ThreadPoolExecutor(2) as pool:
+        repos = [way.repo(policy), way.repo(policy)]
+
+        def save(writer: int, epoch: int) -> bool:
+            try:
+                repos[writer].save(epoch, state(10 * epoch + writer, 2))
+            except EpochExistsError:
+                return False
+            return True
+
+        won = {epoch: list(pool.map(save, (0, 1), (epoch, epoch))) for epoch in range(1, 5)}
+    behind = way.behind()
+    assert behind.epochs() == [*won]
+    for epoch, results in won.items():
+        assert sorted(results) == [False, True], epoch
+        assert holds(behind, epoch, 10 * epoch + results.index(True), chunks=2)
+    behind.gc(grace=0)
+    assert not way.debris()
