@@ -183,7 +183,36 @@ class AccessError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """No space, no inodes or no quota left."""
+    """No space, no inodes or no quota left.
+
+    Attributes:
+        needed: bytes that the save takes on the store, where that was measured.
+        free: bytes that are free there, where the system tells.
+        deletable: epochs that may be deleted, and how many bytes each gives back when they go oldest first.
+    """
+
+    needed: int | None
+    free: int | None
+    deletable: dict[int, int]
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed: int | None = None,
+        free: int | None = None,
+        deletable: dict[int, int] | None = None,
+        **where: Any,
+    ) -> None:
+        super().__init__(message, **where)
+        self.needed = needed
+        self.free = free
+        self.deletable = dict(deletable or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, (cls, message, state) = super().__reduce__()
+        facts = {"needed": self.needed, "free": self.free, "deletable": self.deletable}
+        return (rebuild, (cls, message, {**state, **facts}))
 
     failure: Failure = "space"
 

@@ -9,6 +9,7 @@
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
     attempts/<attempt>/chunks/<digest>        frame of one chunk
+    reserve/space                             room set aside on a disk for commits and clean-ups
 
 Keys that match none of these forms are foreign: ignored by readers, never deleted by us.
 """
@@ -27,6 +28,7 @@ LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
 PROBES = "probes/"
+RESERVE = "reserve/space"
 
 MAX_EPOCH = 2**63 - 1
 MAX_GENERATION = 999_999
@@ -128,6 +130,11 @@ def parse_content_key(key: str) -> tuple[str, str, str] | None:
     return (match[1], match[2], match[3]) if match else None
 
 
+def is_bulk(key: str) -> bool:
+    """Whether an object is big or of no lasting use: a chunk or a probe. The rest is what commits and sweeps need."""
+    return key.startswith(PROBES) or (key.startswith(ATTEMPTS) and "/chunks/" in key)
+
+
 def probe_key() -> str:
     """A key that nobody else will choose, for asking a store what it can do."""
     return f"{PROBES}{uuid.uuid4().hex}"
@@ -149,7 +156,7 @@ def parse_partial_key(key: str) -> str | None:
 def is_ours(key: str) -> bool:
     """Whether ``key`` has exactly a form that ckptstore writes."""
     return (
-        key == MARKER
+        key in (MARKER, RESERVE)
         or parse_manifest_key(key) is not None
         or parse_writer_key(key) is not None
         or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))

@@ -64,10 +64,12 @@ class Pace:
         """Raw bytes through hashing, splitting and coding."""
         self.store = _Rate()
         """Bytes of frames through ``put``."""
+        self.spare_room = False
+        """Set when room is scarcer than time: then everything is compressed."""
 
     @property
     def compress(self) -> bool:
         """Whether compressing makes a save shorter, as far as is known."""
-        if not (self.codec.known and self.store.known):
+        if self.spare_room or not (self.codec.known and self.store.known):
             return True
         return self.store.speed < self.codec.speed * _CLEARLY

@@ -13,6 +13,7 @@ from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.opening import open_store, probe_conditional_put
 from ckptstore.stores.remote import RemoteStore
 from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
+from ckptstore.stores.space import Space
 from ckptstore.stores.trace import OpLog, StoreEvent, TraceStore
 from ckptstore.stores.watch import WatchStore
 
@@ -27,6 +28,7 @@ __all__ = [
     "RetryEvent",
     "RetryPolicy",
     "RetryStore",
+    "Space",
     "Store",
     "StoreEvent",
     "StoreTraits",

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from ckptstore.stores.space import Space
+
 Body = bytes | bytearray | memoryview
 
 
@@ -142,6 +144,10 @@ class Store(ABC):
         Raises:
             StoreError: it may still be there.
         """
+
+    def space(self) -> Space | None:
+        """What is left to write to, where the store can tell without a request; None where not. Never raises."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ckptstore.errors import InvalidArgumentError, ThrottledError
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+from ckptstore.stores.space import Space
 
 
 class Slots:
@@ -136,6 +137,9 @@ class LimitStore(Store):
     def delete(self, key: str) -> None:
         with self._slots:
             self._inner.delete(key)
+
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def close(self) -> None:
         self._inner.close()

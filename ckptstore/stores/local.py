@@ -55,6 +55,7 @@ from ckptstore.stores._posix import (
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.local_errors import local_error
 from ckptstore.stores.mounts import Ground, Patience, Way
+from ckptstore.stores.space import Space, space_of
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
 _ACTS: dict[Way, Callable[[str, str, int], None]] = {"link": link, "rename": rename, "look": look_and_rename}
@@ -171,6 +172,9 @@ class LocalStore(Store):
                 finally:
                     os.close(place)
             self._folders.remove_empty(folder)
+
+    def space(self) -> Space | None:
+        return space_of(self._root)
 
     def close(self) -> None:
         """Nothing to release: no file stays open between calls."""

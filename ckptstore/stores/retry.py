@@ -28,6 +28,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+from ckptstore.stores.space import Space
 
 T = TypeVar("T")
 log = logging.getLogger("ckptstore")
@@ -250,6 +251,9 @@ class RetryStore(Store):
 
     def delete(self, key: str) -> None:
         self._run("delete", key, lambda: self._inner.delete(key))
+
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def close(self) -> None:
         self._inner.close()

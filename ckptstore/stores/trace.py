@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+from ckptstore.stores.space import Space
 
 T = TypeVar("T")
 
@@ -68,6 +69,9 @@ class TraceStore(Store):
 
     def delete(self, key: str) -> None:
         self._traced("delete", key, lambda: self._inner.delete(key))
+
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def close(self) -> None:
         self._inner.close()

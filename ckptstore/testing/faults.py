@@ -14,6 +14,7 @@ from ckptstore.errors import InvalidArgumentError
 from ckptstore.keys import check_key, partial_key
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.local import LocalStore
+from ckptstore.stores.space import Space
 
 T = TypeVar("T")
 When = Literal["before", "after", "torn"]
@@ -85,6 +86,9 @@ class CrashStore(Store):
 
     def delete(self, key: str) -> None:
         self._mutate(key, lambda: self._inner.delete(key))
+
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def close(self) -> None:
         self._inner.close()
@@ -201,6 +205,9 @@ class FaultStore(Store):
 
     def delete(self, key: str) -> None:
         self._run("delete", key, lambda: self._inner.delete(key))
+
+    def space(self) -> Space | None:
+        return self._inner.space()
 
     def close(self) -> None:
         self._inner.close()

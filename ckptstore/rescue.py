@@ -1,0 +1,178 @@
+"""Rescue: what a save does before it gives up. Make room and try again; save elsewhere; let the run go on without it.
+
+    does it certainly not fit? ─▶ attempt ─▶ full? ─▶ make room, attempt again ─▶ failed? ─▶ spill ─▶ failed? ─▶ forgive, or raise
+
+Every attempt is a whole transaction: one that fails leaves every earlier epoch as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckptstore.catalog import Catalog
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import CkptStoreError, StoreFullError
+from ckptstore.failures import Failures, is_of_the_store
+from ckptstore.options import bytes_of
+from ckptstore.pace import Pace
+from ckptstore.preflight import OVERHEAD, human, lacking, measure, what_may_go
+from ckptstore.reclaim import Holdings, Reclaim, deletable_now
+from ckptstore.stores.reserve import ReserveStore
+from ckptstore.transaction import Transaction
+from ckptstore.tree import FlatState
+
+log = logging.getLogger("ckptstore")
+
+Spill = Callable[["Work", BaseException], Checkpoint | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A state to save, and how: ``attempt`` begins, writes and commits, given what to begin with."""
+
+    epoch: int
+    replace: bool
+    flats: Mapping[str, FlatState]
+    attempt: Callable[[Callable[..., Transaction]], Checkpoint]
+
+
+class Rescue:
+    """Sees the saves of one repository through."""
+
+    def __init__(
+        self, catalog: Catalog, reserve: ReserveStore, pace: Pace, reclaim: Reclaim, failures: Failures, form: tuple[int, str]
+    ) -> None:
+        """``form`` is the size of chunks and the codec."""
+        self._catalog = catalog
+        self._reserve = reserve
+        self._pace = pace
+        self._reclaim = reclaim
+        self._form = form
+        self._share = 1.0  # bytes sent for each byte of state, last time
+        self.failures = failures
+        self.spill: Spill | None = None
+
+    def save(self, begin: Callable[..., Transaction], work: Work) -> Checkpoint | Exception:
+        """The committed checkpoint, or the error, if the run is to go on without it.
+
+        Raises:
+            Exception: what cannot be forgiven.
+        """
+        try:
+            checkpoint = self._save(begin, work)
+        except Exception as error:
+            if not is_of_the_store(error):
+                raise
+            spilled = self._spilled(work, error)
+            if spilled is not None:
+                self.failures.over()
+                return spilled
+            if self.failures.forgive(work.epoch, error):
+                return error
+            raise
+        self.failures.over()
+        report = checkpoint.report
+        if report is not None and report.bytes_state:
+            self._share = report.bytes_sent / report.bytes_state
+        self._reserve.make()
+        return checkpoint
+
+    def begin(self, begin: Callable[[], Transaction]) -> Transaction:
+        """A transaction that is written record by record: it cannot be tried again, but it cleans up, and says why."""
+        self._reserve.make()
+        try:
+            txn = begin()
+        except StoreFullError as error:
+            self._explain(error, None)
+            raise
+        txn.on_full = self._after_full
+        return txn
+
+    def _after_full(self, error: StoreFullError, epoch: int) -> None:
+        if self._reclaim.on_full != "raise":
+            freed = self._reclaim.sweep()
+            log.info("%s is full: removed %d bytes of debris", self._catalog.store.traits.url, freed)
+        self._explain(error, epoch)
+
+    def _save(self, begin: Callable[..., Transaction], work: Work) -> Checkpoint:
+        self._reserve.make()
+        needed = self._look(work)
+        if needed is None:
+            try:
+                return work.attempt(begin)
+            except StoreFullError as error:
+                full = error
+            needed = self._measured(work)
+        else:
+            full = StoreFullError("no space left on the device", epoch=work.epoch, errno=errno.ENOSPC)
+        return self._again(begin, work, full, needed)
+
+    def _look(self, work: Work) -> int | None:
+        """What it needs, if that certainly does not fit as things are; refused if it cannot be made to fit."""
+        store = self._catalog.store
+        expected = round(bytes_of(work.flats) * min(self._share, 1.0))
+        if not lacking(store, expected, 0):
+            return None
+        needed = self._measured(work)
+        if needed is None or not lacking(store, needed, 0):
+            return None
+        holdings = Holdings(self._catalog)
+        # Whatever is unreached may be what this save adopts.
+        if not lacking(store, needed, holdings.unreached):
+            return None
+        if holdings.legible:
+            more = holdings.unreached + self._reclaim.within_reach(work.epoch, holdings)
+            if lacking(store, needed, more + more // 16):  # files take a little more than their length
+                error = StoreFullError("nothing was written", epoch=work.epoch, errno=errno.ENOSPC)
+                self._explain(error, work.epoch, needed)
+                raise error
+        return needed
+
+    def _measured(self, work: Work) -> int | None:
+        size, codec = self._form
+        try:
+            return measure(self._catalog, work.epoch, work.flats, chunk_size=size, codec=codec)
+        except CkptStoreError as error:
+            log.debug("epoch %d could not be measured: %s", work.epoch, error)
+            return None
+
+    def _again(
+        self, begin: Callable[..., Transaction], work: Work, full: StoreFullError, needed: int | None
+    ) -> Checkpoint:
+        """Make room, a step at a time, and try again when it may be enough."""
+        store = self._catalog.store
+        reserve = self._reserve.release()
+        self._pace.spare_room = True
+        for step, freed in enumerate(self._reclaim.steps(work.epoch)):
+            had = freed + (reserve if step == 0 else 0)
+            if had == 0 or (needed is not None and lacking(store, needed, 0)):
+                continue
+            log.warning("epoch %d: %s. %d bytes were freed: trying again", work.epoch, full, had)
+            try:
+                return work.attempt(begin)
+            except StoreFullError as error:
+                full = error
+        self._explain(full, work.epoch, needed)
+        raise full
+
+    def _explain(self, error: StoreFullError, epoch: int | None, needed: int | None = None) -> None:
+        """Say in the error what is needed, what is free, and what could be deleted."""
+        store = self._catalog.store
+        space = store.space()
+        error.needed = needed + OVERHEAD if needed is not None else error.needed
+        error.free = space.room if space is not None else None
+        error.deletable = dict(deletable_now(self._reclaim, self._catalog, epoch))
+        error.epoch = epoch if error.epoch is None else error.epoch
+        facts = [f"{human(error.needed)} are needed"] if error.needed is not None else []
+        facts += [f"{human(error.free)} are free"] if error.free is not None else []
+        if space is not None and space.room_for_files is not None and space.room_for_files < 16:
+            facts.append(f"{space.room_for_files} files (inodes) can be made")
+        what = f"epoch {error.epoch} was not saved: " if error.epoch is not None else ""
+        advice = what_may_go(error.deletable) if error.deletable else "no epoch can be deleted without losing the newest"
+        error.message = f"{what}{store.traits.url} is full: {', '.join(facts)} ({error.message}); {advice}"
+
+    def _spilled(self, work: Work, error: BaseException) -> Checkpoint | None:
+        return self.spill(work, error) if self.spill is not None else None
