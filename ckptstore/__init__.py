@@ -37,6 +37,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
+from ckptstore.preflight import Preflight
 from ckptstore.reader import Problem
 from ckptstore.repository import Repository
 from ckptstore.retention import EpochInfo, GcReport, KeepBest, KeepEvery, KeepLast, Policy, PruneReport
@@ -75,6 +76,7 @@ __all__ = [
     "ObjectNotFoundError",
     "OutcomeUnknownError",
     "Policy",
+    "Preflight",
     "Problem",
     "PruneReport",
     "Record",

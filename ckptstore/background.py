@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 from ckptstore import exiting
 from ckptstore.checkpoint import Checkpoint
@@ -37,6 +37,9 @@ Stage = Literal["staging", "staged", "uploaded", "committed", "failed", "skipped
 Told = Callable[[], None]
 Flatten = Callable[[], dict[str, FlatState]]
 Begin = Callable[[int, Told], Transaction]  # given the bytes of all arrays, and what to call after the commit
+Attempt = Callable[[Begin], Checkpoint]
+# Sees a save through: given the copied state and one attempt. An error in place of a checkpoint was forgiven.
+Save = Callable[[dict[str, FlatState], Attempt], Checkpoint | Exception]
 
 _MOMENTS = ("staged", "uploaded", "committed", "done")
 
@@ -51,6 +54,7 @@ class SaveHandle:
         seconds: when each moment was reached, in seconds since ``save_async`` was called: "staged" (the state is
             copied: change it as you like), "uploaded" (all its bytes are on the store), "committed" (the checkpoint
             exists, durably) and "done" (pruning is through as well, nothing runs any more).
+        forgiven: whether it has failed and the run goes on (``on_error="warn"``): ``exception()`` tells why.
     """
 
     def __init__(self, epoch: int, url: str, exit_timeout: float) -> None:
@@ -58,6 +62,7 @@ class SaveHandle:
         self.url = url
         self.seconds: dict[str, float] = {}
         self.exit_timeout = exit_timeout
+        self.forgiven = False
         self._begun = time.monotonic()
         self._pid = os.getpid()
         self._condition = threading.Condition()
@@ -104,8 +109,8 @@ class SaveHandle:
                 self._condition.wait_for(lambda: self._ended or until in self.seconds, timeout)
         return self._ended if until == "done" else until in self.seconds
 
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until it is done; the committed checkpoint.
+    def result(self, timeout: float | None = None) -> Checkpoint | Any:
+        """Wait until it is done; the committed checkpoint, or None if it failed and was ``forgiven``.
 
         Raises:
             DeadlineError: not done after ``timeout`` seconds. It goes on; ask again.
@@ -113,9 +118,8 @@ class SaveHandle:
             Exception: what the save itself has raised, every time you ask.
         """
         error = self.exception(timeout)
-        if error is not None:
+        if error is not None and not self.forgiven:
             raise error
-        assert self._checkpoint is not None
         return self._checkpoint
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -162,9 +166,13 @@ class SaveHandle:
         self._error, self._stage, self._heard, self._ended = _busy(self.epoch, running), "skipped", True, True
         return self
 
-    def _finish(self, checkpoint: Checkpoint) -> None:
+    def _finish(self, outcome: Checkpoint | Exception) -> None:
         with self._condition:
-            self._checkpoint = checkpoint
+            if isinstance(outcome, Checkpoint):
+                self._checkpoint = outcome
+            else:  # the log has it, and the run goes on
+                self._error, self._stage, self._heard = outcome, "failed", True
+                self.forgiven = True
             self._ended = True
             self._reach_done()
         exiting.forget(self)
@@ -220,8 +228,8 @@ class Background:
         if os.getpid() != self._pid:
             self._begin_process()
 
-    def save(self, epoch: int, flatten: Flatten, begin: Begin, when_busy: WhenBusy) -> SaveHandle:
-        """Copy what ``flatten`` gives, ``begin`` in the background, and write the copy there."""
+    def save(self, epoch: int, flatten: Flatten, save: Save, when_busy: WhenBusy) -> SaveHandle:
+        """Copy what ``flatten`` gives, and ``save`` the copy in the background."""
         handle = SaveHandle(epoch, self._url, self._exit_timeout)
         try:
             running = self._take_turn(handle, wait=when_busy == "wait")
@@ -232,7 +240,7 @@ class Background:
             self.surface()
             staged = self.arena.stage(flatten())
             handle._reach("staged")
-            self._launch(handle, staged, begin)
+            self._launch(handle, staged, save)
         finally:  # by identity: an interrupt may come before it is known whether we have the turn
             with self._turn:
                 if self._staging is not None and self._staging[0] is handle:
@@ -291,8 +299,8 @@ class Background:
                 return running
             _wait_for(running)
 
-    def _launch(self, handle: SaveHandle, staged: Staged, begin: Begin) -> None:
-        thread = threading.Thread(target=_work, args=(handle, staged, begin), name="ckptstore-save", daemon=True)
+    def _launch(self, handle: SaveHandle, staged: Staged, save: Save) -> None:
+        thread = threading.Thread(target=_work, args=(handle, staged, save), name="ckptstore-save", daemon=True)
         try:
             if not exiting.remember(handle):
                 raise TransactionError(
@@ -319,23 +327,23 @@ def _wait_for(handle: SaveHandle, timeout: float | None = None) -> bool:
     return handle.wait(timeout)
 
 
-def _work(handle: SaveHandle, staged: Staged, begin: Begin) -> None:
+def _work(handle: SaveHandle, staged: Staged, save: Save) -> None:
     """What the thread does."""
     if not handle._start():
         return
     try:
         try:
-            checkpoint = _save(handle, staged, begin)
+            flats = staged.flats()
+            outcome = save(flats, lambda begin: _attempt(handle, flats, begin))
         finally:
             staged.let_go()
     except BaseException as error:  # noqa: BLE001 (handed to whoever asks, whatever it is)
         handle._fail(error)
     else:
-        handle._finish(checkpoint)
+        handle._finish(outcome)
 
 
-def _save(handle: SaveHandle, staged: Staged, begin: Begin) -> Checkpoint:
-    flats = staged.flats()
+def _attempt(handle: SaveHandle, flats: dict[str, FlatState], begin: Begin) -> Checkpoint:
     with begin(bytes_of(flats), lambda: handle._reach("committed")) as txn:
         for name, flat in flats.items():
             txn.write_flat(name, flat)

@@ -80,6 +80,11 @@ class Checkpoint:
         return self._again, (self._manifest, self.skipped, self.report)
 
     @property
+    def url(self) -> str:
+        """The repository that it lies in."""
+        return self._catalog.store.traits.url
+
+    @property
     def epoch(self) -> int:
         """The number that it was saved under."""
         return self._manifest.epoch

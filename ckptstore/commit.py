@@ -23,6 +23,7 @@ from ckptstore.errors import (
     OutcomeUnknownError,
     RetriesExhaustedError,
     StoreError,
+    StoreFullError,
     TransactionError,
     TransientError,
 )
@@ -75,7 +76,7 @@ class Commit:
         except ObjectExistsError as error:
             self.sent = False
             raise epoch_exists(manifest.epoch, manifest.key) from error
-        except _NO_ANSWER as error:
+        except (*_NO_ANSWER, StoreFullError) as error:  # full: but an earlier try may have had its effect
             self._settle(manifest, error)
 
     def _settle(self, manifest: Manifest, error: StoreError) -> None:
@@ -83,6 +84,7 @@ class Commit:
         try:
             found = self._catalog.manifest(Committed(manifest.epoch, manifest.generation))
         except ObjectNotFoundError:
+            self.sent = not isinstance(error, StoreFullError)
             raise error from error.__cause__
         except (StoreError, CorruptionError) as again:
             raise OutcomeUnknownError(

@@ -191,9 +191,7 @@ class StoreFullError(StoreError):
         deletable: epochs that may be deleted, and how many bytes each gives back when they go oldest first.
     """
 
-    needed: int | None
-    free: int | None
-    deletable: dict[int, int]
+    failure: Failure = "space"
 
     def __init__(
         self,
@@ -208,13 +206,6 @@ class StoreFullError(StoreError):
         self.needed = needed
         self.free = free
         self.deletable = dict(deletable or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, message, state) = super().__reduce__()
-        facts = {"needed": self.needed, "free": self.free, "deletable": self.deletable}
-        return (rebuild, (cls, message, {**state, **facts}))
-
-    failure: Failure = "space"
 
 
 class DeadlineError(StoreError):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.chunks import CHUNK_SIZE
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.failures import MAX_FAILURES, OnError
 from ckptstore.options import (
     EXIT_TIMEOUT,
     RUN_ID,
@@ -14,13 +16,19 @@ from ckptstore.options import (
     check_chunk_size,
     check_codec,
     check_exit_timeout,
+    check_max_failures,
+    check_on_error,
+    check_on_full,
     check_policy,
     check_run_id,
 )
 from ckptstore.pickling import Opener
+from ckptstore.reclaim import OnFull
 from ckptstore.repository import Repository
 from ckptstore.retention import Policy
+from ckptstore.spill import SpillRepository
 from ckptstore.stores import RetryEvent, RetryPolicy
+from ckptstore.stores.opening import SUPPORTED
 from ckptstore.stores.trace import StoreEvent
 
 
@@ -41,6 +49,11 @@ def open(  # noqa: A001 (used as ckptstore.open)
     background_cores: int | None = None,
     exit_timeout: float = EXIT_TIMEOUT,
     run_id: str | None = None,
+    on_full: OnFull = "prune",
+    on_error: OnError = "raise",
+    max_failures: int = MAX_FAILURES,
+    spill: str | os.PathLike[str] | None = None,
+    spill_options: Mapping[str, Any] | None = None,
 ) -> Repository:
     """Open a repository, and make it if it does not exist (and ``create``).
 
@@ -65,6 +78,13 @@ def open(  # noqa: A001 (used as ckptstore.open)
         run_id: a name for the run, the same each time that it is started. Then a process that was given up for dead
             and goes on cannot save any more once its successor has (``FencedError``), and pruning takes only what this
             run has saved. By default the variable ``CKPTSTORE_RUN_ID`` of the environment; "" for no name.
+        on_full: what a save may delete on a full store before it tries once more. "prune": debris, and what ``keep``
+            drops of the epochs that exist. "oldest": more, the oldest epochs, one at a time until it fits. "raise":
+            nothing. Never the newest intact epoch, nor the one that the run resumed from.
+        on_error: "raise", or "warn": a save that the store fails is logged, returns None, and training goes on.
+        max_failures: with "warn", so many failed saves in a row, and the last of them is raised.
+        spill: URL of a second store, which takes a save that the first cannot. See docs/full-disks.md.
+        spill_options: its ``storage_options``.
 
     Raises:
         InvalidArgumentError: a URL or option that makes no sense, or a library that is not installed.
@@ -72,34 +92,52 @@ def open(  # noqa: A001 (used as ckptstore.open)
         FormatError: a place that holds something else, a newer format, or a server without conditional puts.
         AccessError, StoreError: the store refused or did not answer.
     """
-    check_policy(keep)
-    check_chunk_size(chunk_size)
-    check_codec(codec)
-    check_background_cores(background_cores)
-    check_exit_timeout(exit_timeout)
     run_id = check_run_id(os.environ.get(RUN_ID, "") if run_id is None else run_id)
-    opener = Opener(
-        Repository,
-        os.fspath(url),
-        {
-            "storage_options": storage_options,
-            "retry": retry,
-            "concurrency": concurrency,
-            "unsafe_single_writer": unsafe_single_writer,
-            "on_event": on_event,
-            "on_retry": on_retry,
-            "transport": transport,
-        },
-        {
-            "keep": keep,
-            "create": create,
-            "unsafe_single_writer": unsafe_single_writer,
-            "chunk_size": chunk_size,
-            "codec": codec,
-            "background_cores": background_cores,
-            "exit_timeout": exit_timeout,
-            "run_id": run_id,
-        },
-    )
-    repo: Repository = opener()
+    stores: dict[str, Any] = {
+        "storage_options": storage_options,
+        "retry": retry,
+        "concurrency": concurrency,
+        "unsafe_single_writer": unsafe_single_writer,
+        "on_event": on_event,
+        "on_retry": on_retry,
+        "transport": transport,
+    }
+    repositories: dict[str, Any] = {
+        "keep": check_policy(keep),
+        "create": create,
+        "unsafe_single_writer": unsafe_single_writer,
+        "chunk_size": check_chunk_size(chunk_size),
+        "codec": check_codec(codec),
+        "background_cores": background_cores,
+        "exit_timeout": check_exit_timeout(exit_timeout),
+        "run_id": run_id,
+        "on_full": check_on_full(on_full),
+        "on_error": check_on_error(on_error),
+        "max_failures": check_max_failures(max_failures),
+    }
+    check_background_cores(background_cores)
+    if not all(isinstance(place, (str, os.PathLike)) for place in (url, *((spill,) if spill is not None else ()))):
+        raise InvalidArgumentError(f"url and spill must be {SUPPORTED}")
+    repo: Repository = _opener(url, stores, repositories, spill, spill_options)()
+    try:
+        repo.spill  # noqa: B018 (a second store that is not there is found out now, not when it is needed)
+    except BaseException:
+        repo.close()
+        raise
     return repo
+
+
+def _opener(
+    url: str | os.PathLike[str],
+    stores: dict[str, Any],
+    repositories: dict[str, Any],
+    spill: str | os.PathLike[str] | None,
+    spill_options: Mapping[str, Any] | None,
+) -> Opener:
+    if spill is None:
+        if spill_options is not None:
+            raise InvalidArgumentError("spill_options without spill: name the second store")
+        return Opener(Repository, os.fspath(url), stores, repositories)
+    there = {**stores, "storage_options": spill_options, "transport": None}
+    second = Opener(Repository, os.fspath(spill), there, {**repositories, "on_error": "raise"})
+    return Opener(SpillRepository, os.fspath(url), stores, {**repositories, "spill": second})

@@ -25,6 +25,8 @@ RUN_ID = "CKPTSTORE_RUN_ID"  # the variable of the environment that names the ru
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:/@+-]{0,127}")
 _CODECS = ("auto", "raw", "max")
 _WHEN_BUSY = ("wait", "skip", "error")
+_ON_FULL = ("prune", "oldest", "raise")
+_ON_ERROR = ("raise", "warn")
 
 
 def check_policy(keep: object) -> Policy | None:
@@ -43,9 +45,7 @@ def check_chunk_size(chunk_size: int) -> int:
 
 def check_codec(codec: object) -> str:
     """``codec``, if there is one of that name. InvalidArgumentError otherwise."""
-    if not isinstance(codec, str) or codec not in _CODECS:
-        raise InvalidArgumentError(f"codec must be one of {_CODECS}, not {codec!r}")
-    return codec
+    return str(check_choice("codec", codec, _CODECS))
 
 
 def check_background_cores(count: int | None) -> int:
@@ -74,6 +74,30 @@ def check_run_id(run_id: object) -> str:
     return run_id
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> Any:
+    """``value``, if it is one of ``choices``. InvalidArgumentError otherwise."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgumentError(f"{name} must be one of {choices}, not {value!r}")
+    return value
+
+
+def check_on_full(on_full: object) -> Any:
+    """``on_full``, if there is such an answer to a full store. InvalidArgumentError otherwise."""
+    return check_choice("on_full", on_full, _ON_FULL)
+
+
+def check_on_error(on_error: object) -> Any:
+    """``on_error``, if there is such an answer to a save that fails. InvalidArgumentError otherwise."""
+    return check_choice("on_error", on_error, _ON_ERROR)
+
+
+def check_max_failures(count: int) -> int:
+    """``count``, if it is a whole number from 1 on. InvalidArgumentError otherwise."""
+    if type(count) is not int or count < 1:
+        raise InvalidArgumentError(f"max_failures must be a whole number from 1 on, not {count!r}")
+    return count
+
+
 def check_flag(name: str, value: object) -> bool:
     """``value``, if it is True or False: "no" would count as yes. InvalidArgumentError otherwise."""
     if not isinstance(value, bool):
@@ -83,8 +107,7 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_when_busy(when_busy: object) -> None:
     """InvalidArgumentError unless it is one of the three answers to a save that is still in flight."""
-    if not isinstance(when_busy, str) or when_busy not in _WHEN_BUSY:
-        raise InvalidArgumentError(f"when_busy must be one of {_WHEN_BUSY}, not {when_busy!r}")
+    check_choice("when_busy", when_busy, _WHEN_BUSY)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
@@ -106,6 +129,15 @@ def check_records(records: Mapping[str, object]) -> dict[str, object]:
     if not _is_mapping(records) or not 0 < len(records) <= MAX_RECORDS:
         raise InvalidRecordError(f"records must be a dict of 1 to {MAX_RECORDS} records, e.g. {{'model': state}}")
     return {check_record_name(name): state for name, state in list(records.items())}
+
+
+def check_size(state_or_bytes: Mapping[str, object] | int) -> int:
+    """Bytes of the arrays of some records, or that number itself. Raises as ``check_records`` otherwise."""
+    if type(state_or_bytes) is int:
+        if state_or_bytes < 0:
+            raise InvalidArgumentError(f"{state_or_bytes} bytes make no state")
+        return state_or_bytes
+    return bytes_of(flatten_all(check_records(state_or_bytes)))  # type: ignore[arg-type]
 
 
 def flatten_all(states: Mapping[str, object]) -> dict[str, FlatState]:

@@ -92,7 +92,8 @@ class Preflight:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "NOT ok"
-        return f"{self.url}: {verdict}: {self.reason}" + (f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else "")
+        advice = f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else ""
+        return f"{self.url}: {verdict}: {self.reason}{advice}"
 
 
 def check_place(catalog: Catalog, nbytes: int, reclaim: Reclaim | None) -> Preflight:
@@ -185,9 +186,11 @@ def _judge(
     if needed <= room:
         return True, f"{human(needed)} are needed and {have}", ""
     if least <= room:
-        return True, f"{have}, and {human(least)} are needed if as much can be reused as last time ({human(needed)} if none)", ""
+        reason = f"{human(needed)} are needed, {human(least)} if as much can be reused as last time, and {have}"
+        return True, reason, ""
     if least <= room + pruned:
-        return True, f"{human(least)} are needed, {have}, and dropping what the policy drops gives {human(pruned)} more", ""
+        reason = f"{human(least)} are needed, {have}, and what the policy drops gives {human(pruned)} more"
+        return True, reason, ""
     reason = f"{human(least)} are needed and {have}"
     if on_full == "oldest" and least <= room + deleted:
         return True, f"{reason}; the oldest epochs will be deleted for it", ""

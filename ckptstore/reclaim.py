@@ -132,7 +132,9 @@ class Reclaim:
         freed = 0
         for sighting in read_leases(store):
             if seems_dead(sighting, sighting.modified):  # by its own word or its process, never by its silence
-                freed += sum(r.size for r in remove_attempt(self._catalog, sighting.attempt, "its save has ended").removed)
+                freed += sum(
+                    r.size for r in remove_attempt(self._catalog, sighting.attempt, "its save has ended").removed
+                )
         return freed + gc(self._catalog).bytes_freed
 
     def _told(self, report: PruneReport) -> int:

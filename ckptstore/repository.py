@@ -9,35 +9,38 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ckptstore import options, retention
-from ckptstore.background import Background, SaveHandle, Told
+from ckptstore import options
+from ckptstore.background import Attempt, Background, Begin, SaveHandle, Told
 from ckptstore.catalog import Catalog, Skipped
-from ckptstore.checkpoint import Checkpoint, metadata_of
+from ckptstore.checkpoint import Checkpoint
 from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.errors import (
     CorruptionError,
     EpochNotFoundError,
-    InvalidArgumentError,
     ObjectNotFoundError,
 )
+from ckptstore.failures import MAX_FAILURES, Failures, OnError
 from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
-from ckptstore.lease import EXPIRY
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
 from ckptstore.pickling import Passport, Portable
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.retention import GcReport, Policy, PruneReport
+from ckptstore.reclaim import OnFull, Reclaim
+from ckptstore.removing import Removing
+from ckptstore.rescue import Preflights, Rescue, Work
+from ckptstore.retention import Policy
 from ckptstore.stores import Store
-from ckptstore.sweep import delete_commits
+from ckptstore.stores.reserve import ReserveStore
 from ckptstore.transaction import Plan, Transaction
+from ckptstore.tree import FlatState
 from ckptstore.verify import VerifyReport, verify
 from ckptstore.writer import Tally
 
 log = logging.getLogger("ckptstore")
 
 
-class Repository(Portable):
+class Repository(Removing, Preflights, Portable):
     """All checkpoints of a run. Made by ``ckptstore.open``; close it, or use it as a context manager."""
 
     def __init__(
@@ -52,6 +55,9 @@ class Repository(Portable):
         background_cores: int | None = None,
         exit_timeout: float = options.EXIT_TIMEOUT,
         run_id: str = "",
+        on_full: OnFull = "prune",
+        on_error: OnError = "raise",
+        max_failures: int = MAX_FAILURES,
         passport: Passport | None = None,
     ) -> None:
         self.store = store
@@ -61,9 +67,15 @@ class Repository(Portable):
         self._codec = options.check_codec(codec)
         self._background_cores = options.check_background_cores(background_cores)
         self._background = Background(store.traits.url, options.check_exit_timeout(exit_timeout))
-        self._catalog = Catalog(store)
+        reserve = ReserveStore(store)
+        self._catalog = Catalog(reserve)
         self._fence = Fence(self._catalog, options.check_run_id(run_id))
         self._pace = Pace()
+        self._reclaim = Reclaim(self._catalog, self.prune, self._keep, options.check_on_full(on_full))
+        on_error, max_failures = options.check_on_error(on_error), options.check_max_failures(max_failures)
+        self._failures = Failures(self.url, on_error, max_failures)
+        form = self._chunk_size, self._codec
+        self._rescue = Rescue(self._catalog, reserve, self._pace, self._reclaim, self._failures, form)
         self._resumed: set[int] = set()
         self._has_saved = False
         self._foundation = Foundation(
@@ -76,6 +88,11 @@ class Repository(Portable):
             self._show(passport)
         self.id = self._foundation.id
         """32 hexadecimal digits that name this repository wherever it is copied to."""
+
+    @property
+    def spill(self) -> Repository | None:
+        """The repository that takes what this one cannot (``ckptstore.open(.., spill=URL)``), or None."""
+        return None
 
     def __repr__(self) -> str:
         return f"<Repository {self.url}>"
@@ -99,7 +116,7 @@ class Repository(Portable):
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
         progress: Progress | None = None,
-    ) -> Checkpoint:
+    ) -> Checkpoint | Any:
         """Save a checkpoint: all records, durably, or nothing.
 
         Args:
@@ -110,7 +127,7 @@ class Repository(Portable):
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
 
         Returns:
-            The committed checkpoint; its ``report`` tells what was moved.
+            The committed checkpoint; its ``report`` tells what was moved. With ``on_error="warn"`` None, if it failed.
 
         Raises:
             InvalidRecordError: something cannot be stored exactly. Raised before anything is written.
@@ -119,14 +136,22 @@ class Repository(Portable):
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
+        options.check_flag("replace", replace)
+        number, skeleton = check_epoch(epoch), options.check_metadata(metadata)
+        Meter(progress, 0)  # refuses what cannot be called
         states = options.check_records(records)
         self._background.settle()
         flats = options.flatten_all(states)
-        with self.begin(epoch, metadata, replace, progress=progress, total=options.bytes_of(flats)) as txn:
-            for name, state in states.items():
-                txn.write_flat(name, flats[name], live=state)
-            checkpoint: Checkpoint = txn.commit()
-        return checkpoint
+
+        def attempt(begin: Begin) -> Checkpoint:
+            with begin(options.bytes_of(flats), lambda: None) as txn:
+                for name, state in states.items():
+                    txn.write_flat(name, flats[name], live=state)
+                checkpoint: Checkpoint = txn.commit()
+            return checkpoint
+
+        outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt))
+        return outcome if isinstance(outcome, Checkpoint) else None
 
     def save_async(
         self,
@@ -158,13 +183,20 @@ class Repository(Portable):
         states = options.check_records(records)
         skeleton = options.check_metadata(metadata)
 
-        meter = Meter(progress, 0)
+        Meter(progress, 0)
+
+        def save(flats: dict[str, FlatState], attempt: Attempt) -> Checkpoint | Exception:
+            return self._save(Work(number, skeleton, replace, progress, flats, attempt), self._background_cores)
+
+        return self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
+
+    def _save(self, work: Work, cores: int | None = None) -> Checkpoint | Exception:
+        """See a save through. An error in place of the checkpoint was forgiven."""
 
         def begin(total: int, told: Told) -> Transaction:
-            meter.total = total
-            return self._begin(number, skeleton, replace, meter, self._background_cores, told)
+            return self._begin(work.epoch, work.metadata, work.replace, Meter(work.progress, total), cores, told)
 
-        return self._background.save(number, lambda: options.flatten_all(states), begin, when_busy)
+        return self._rescue.save(begin, work)
 
     def begin(
         self,
@@ -186,7 +218,7 @@ class Repository(Portable):
         number = check_epoch(epoch)
         skeleton = options.check_metadata(metadata)
         self._background.settle()
-        return self._begin(number, skeleton, replace, Meter(progress, total))
+        return self._rescue.begin(lambda: self._begin(number, skeleton, replace, Meter(progress, total)))
 
     def _begin(
         self,
@@ -235,6 +267,7 @@ class Repository(Portable):
         if manifest is not None:
             for step in skipped:
                 log.warning("skipped %s", step)
+            self._failures.note(manifest.epoch, manifest.created)
             return self._checkpoint(manifest, skipped=skipped)
         if skipped:
             reasons = "; ".join(map(str, skipped))
@@ -278,59 +311,7 @@ class Repository(Portable):
             self._foundation.require()
         return verify(self._catalog, number, deep=deep, progress=progress)
 
-    # ---- removing ------------------------------------------------------------------------------------------
-
-    def delete(self, epoch: int) -> None:
-        """Delete an epoch, whatever it is: also the newest, also a damaged one.
-
-        Raises:
-            EpochNotFoundError: there is none.
-        """
-        number = check_epoch(epoch)
-        commits = self._catalog.committed(number)
-        if not commits:
-            self._foundation.require()
-            raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
-        # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
-        self._catalog.manifests(self._catalog.committed())
-        delete_commits(self._catalog, commits, "its epoch was deleted")
-
-    def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
-        """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
-
-        Never deletes the newest intact epoch, nor those that this process loaded before its first save: the run
-        resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under that
-        name; without one, only epochs that no named run has saved.
-
-        Args:
-            deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
-                follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
-        """
-        chosen = options.check_policy(policy) if policy is not None else self._keep
-        if chosen is None:
-            raise InvalidArgumentError(
-                "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
-            )
-        self._foundation.require()
-        protected = dict.fromkeys(self._resumed, "the run resumed from it")
-        return retention.prune(
-            self._catalog,
-            chosen,
-            run=self.run_id,
-            protected=protected,
-            metadata=metadata_of,
-            deep=deep,
-            dry_run=dry_run,
-        )
-
-    def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
-        """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
-
-        Args:
-            grace: seconds after its last sign of life until an unfinished save counts as dead.
-        """
-        self._foundation.require()
-        return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
+    # ---- closing -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for a background save, then release its memory and all connections. May be called twice.
@@ -340,6 +321,7 @@ class Repository(Portable):
             Exception: that of the background save, if nobody has asked for it. All was released.
         """
         self._background.close()
+        self._failures.last_words()
         self.store.close()
         self._background.surface()
 
@@ -378,6 +360,7 @@ class Repository(Portable):
         """A save has committed. Only now may retention run, and it cannot fail the save (P5)."""
         told()
         self._has_saved = True
+        self._failures.note(manifest.epoch, manifest.created)
         if self._keep is not None:
             try:
                 self.prune(self._keep, deep=False)

@@ -1,6 +1,6 @@
 """Rescue: what a save does before it gives up. Make room and try again; save elsewhere; let the run go on without it.
 
-    does it certainly not fit? ─▶ attempt ─▶ full? ─▶ make room, attempt again ─▶ failed? ─▶ spill ─▶ failed? ─▶ forgive, or raise
+    certainly too big? ─▶ attempt ─▶ full? make room, attempt again ─▶ failed? spill ─▶ failed? forgive or raise
 
 Every attempt is a whole transaction: one that fails leaves every earlier epoch as it was.
 """
@@ -11,14 +11,17 @@ import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ckptstore import options
+from ckptstore.background import Attempt, Begin
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptStoreError, StoreFullError
 from ckptstore.failures import Failures, is_of_the_store
-from ckptstore.options import bytes_of
 from ckptstore.pace import Pace
-from ckptstore.preflight import OVERHEAD, human, lacking, measure, what_may_go
+from ckptstore.pipeline import Progress
+from ckptstore.preflight import OVERHEAD, Preflight, check_place, human, lacking, measure, what_may_go
 from ckptstore.reclaim import Holdings, Reclaim, deletable_now
 from ckptstore.stores.reserve import ReserveStore
 from ckptstore.transaction import Transaction
@@ -26,24 +29,32 @@ from ckptstore.tree import FlatState
 
 log = logging.getLogger("ckptstore")
 
-Spill = Callable[["Work", BaseException], Checkpoint | None]
+Spill = Callable[["Work", Exception], Checkpoint | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A state to save, and how: ``attempt`` begins, writes and commits, given what to begin with."""
+    """A state to save, and how: ``attempt`` begins (with what it is given), writes and commits."""
 
     epoch: int
+    metadata: Any  # skeleton
     replace: bool
+    progress: Progress | None
     flats: Mapping[str, FlatState]
-    attempt: Callable[[Callable[..., Transaction]], Checkpoint]
+    attempt: Attempt
 
 
 class Rescue:
     """Sees the saves of one repository through."""
 
     def __init__(
-        self, catalog: Catalog, reserve: ReserveStore, pace: Pace, reclaim: Reclaim, failures: Failures, form: tuple[int, str]
+        self,
+        catalog: Catalog,
+        reserve: ReserveStore,
+        pace: Pace,
+        reclaim: Reclaim,
+        failures: Failures,
+        form: tuple[int, str],
     ) -> None:
         """``form`` is the size of chunks and the codec."""
         self._catalog = catalog
@@ -55,7 +66,7 @@ class Rescue:
         self.failures = failures
         self.spill: Spill | None = None
 
-    def save(self, begin: Callable[..., Transaction], work: Work) -> Checkpoint | Exception:
+    def save(self, begin: Begin, work: Work) -> Checkpoint | Exception:
         """The committed checkpoint, or the error, if the run is to go on without it.
 
         Raises:
@@ -66,7 +77,7 @@ class Rescue:
         except Exception as error:
             if not is_of_the_store(error):
                 raise
-            spilled = self._spilled(work, error)
+            spilled = self.spill(work, error) if self.spill is not None else None
             if spilled is not None:
                 self.failures.over()
                 return spilled
@@ -97,7 +108,7 @@ class Rescue:
             log.info("%s is full: removed %d bytes of debris", self._catalog.store.traits.url, freed)
         self._explain(error, epoch)
 
-    def _save(self, begin: Callable[..., Transaction], work: Work) -> Checkpoint:
+    def _save(self, begin: Begin, work: Work) -> Checkpoint:
         self._reserve.make()
         needed = self._look(work)
         if needed is None:
@@ -113,7 +124,7 @@ class Rescue:
     def _look(self, work: Work) -> int | None:
         """What it needs, if that certainly does not fit as things are; refused if it cannot be made to fit."""
         store = self._catalog.store
-        expected = round(bytes_of(work.flats) * min(self._share, 1.0))
+        expected = round(options.bytes_of(work.flats) * min(self._share, 1.0))
         if not lacking(store, expected, 0):
             return None
         needed = self._measured(work)
@@ -139,9 +150,7 @@ class Rescue:
             log.debug("epoch %d could not be measured: %s", work.epoch, error)
             return None
 
-    def _again(
-        self, begin: Callable[..., Transaction], work: Work, full: StoreFullError, needed: int | None
-    ) -> Checkpoint:
+    def _again(self, begin: Begin, work: Work, full: StoreFullError, needed: int | None) -> Checkpoint:
         """Make room, a step at a time, and try again when it may be enough."""
         store = self._catalog.store
         reserve = self._reserve.release()
@@ -171,8 +180,28 @@ class Rescue:
         if space is not None and space.room_for_files is not None and space.room_for_files < 16:
             facts.append(f"{space.room_for_files} files (inodes) can be made")
         what = f"epoch {error.epoch} was not saved: " if error.epoch is not None else ""
-        advice = what_may_go(error.deletable) if error.deletable else "no epoch can be deleted without losing the newest"
+        advice = what_may_go(error.deletable) if error.deletable else "there is no epoch that could be deleted for it"
+        if error.deletable and error.needed is not None and error.free is not None:
+            gives = sum(error.deletable.values())
+            if error.free + gives < error.needed:
+                advice = f"deleting old epochs gives no more than {human(gives)}: use a larger disk"
         error.message = f"{what}{store.traits.url} is full: {', '.join(facts)} ({error.message}); {advice}"
 
-    def _spilled(self, work: Work, error: BaseException) -> Checkpoint | None:
-        return self.spill(work, error) if self.spill is not None else None
+
+class Preflights:
+    """The part of a repository that looks ahead."""
+
+    _catalog: Catalog
+    _reclaim: Reclaim
+
+    def preflight(self, state_or_bytes: Mapping[str, object] | int = 0) -> Preflight:
+        """Ask the place whether a save would work, by writing and removing a tiny object, and estimate its size.
+
+        Args:
+            state_or_bytes: records, as for ``save``, or the bytes of their arrays.
+
+        Raises:
+            InvalidArgumentError, InvalidRecordError: no such state.
+            StoreError, RepositoryNotFoundError: the store could not be asked. (What it refuses is in the answer.)
+        """
+        return check_place(self._catalog, options.check_size(state_or_bytes), self._reclaim)

@@ -78,6 +78,7 @@ class Transaction:
         self._on_commit = on_commit
         self._pid = os.getpid()
         self._names: set[str] = set()
+        self.on_full: Callable[[StoreFullError, int], None] | None = None  # told when all of it has been cleaned up
         self._state = "open"
         self._generation = self._next_generation(commits)
         self._attempt = keys.new_attempt()
@@ -300,6 +301,8 @@ class Transaction:
         except (CkptStoreError, OSError) as second:
             self._lease.stop()
             log.warning("cleaning up after a failed save failed too and is left to gc: %s", second)
+        if isinstance(error, StoreFullError) and self.on_full is not None:
+            self.on_full(error, self.epoch)
 
     def __enter__(self) -> Transaction:
         return self

@@ -18,7 +18,7 @@ from ckptstore.errors import CkptStoreError, ObjectExistsError, ObjectNotFoundEr
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
-SIZE = 1024 * 1024
+SIZE = 512 * 1024
 
 log = logging.getLogger("ckptstore")
 

@@ -52,16 +52,12 @@ class Space:
 def space_of(root: str) -> Space | None:
     """The space below a folder, or where it would be made; None if the system does not tell."""
     path = root
-    while True:
-        try:
-            left = os.statvfs(path)
-            break
-        except (FileNotFoundError, NotADirectoryError):
-            if path == os.path.dirname(path):
-                return None
-            path = os.path.dirname(path)
-        except OSError:
-            return None
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    try:
+        left = os.statvfs(path)
+    except OSError:
+        return None
     free = files = ceiling = None
     if left.f_blocks:
         # The blocks that file systems hold back are there for root, who may be us.

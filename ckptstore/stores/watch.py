@@ -22,9 +22,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ckptstore import patience
-from ckptstore.errors import DeadlineError
+from ckptstore.errors import CkptStoreError, DeadlineError
 from ckptstore.patience import GRACE_SECONDS, Patience
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
+from ckptstore.stores.space import Space
 
 T = TypeVar("T")
 
@@ -197,6 +198,12 @@ class WatchStore(Store):
 
     def delete(self, key: str) -> None:
         self._call("delete", key, lambda _: self._inner.delete(key))
+
+    def space(self) -> Space | None:
+        try:
+            return self.watched("look for space", self._inner.space)
+        except CkptStoreError:
+            return None
 
     def close(self) -> None:
         if self._pool.pid == os.getpid():

@@ -70,9 +70,9 @@ def manifests_of(store: Store) -> list[Manifest]:
 
 
 def reached(store: Store) -> set[str]:
-    """The marker, all manifests, and what they reach."""
+    """The marker, the reserve if there is one, all manifests, and what they reach."""
     catalog = Catalog(store)
-    found = {keys.MARKER}
+    found = {keys.MARKER, *(info.key for info in store.list(keys.RESERVE))}
     for manifest in manifests_of(store):
         found |= {manifest.key} | catalog.reach(manifest)
     return found

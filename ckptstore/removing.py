@@ -1,0 +1,79 @@
+"""Removing: what a repository deletes when it is asked to. How, and why that is safe, is in ``sweep.py``."""
+
+from __future__ import annotations
+
+from ckptstore import options, retention
+from ckptstore.catalog import Catalog
+from ckptstore.checkpoint import metadata_of
+from ckptstore.errors import EpochNotFoundError, InvalidArgumentError
+from ckptstore.failures import Failures
+from ckptstore.fence import Fence
+from ckptstore.foundation import Foundation
+from ckptstore.lease import EXPIRY
+from ckptstore.manifest import check_epoch
+from ckptstore.retention import GcReport, Policy, PruneReport
+from ckptstore.sweep import delete_commits
+
+
+class Removing:
+    """The part of a repository that deletes: ``delete``, ``prune`` and ``gc``."""
+
+    _catalog: Catalog
+    _failures: Failures
+    _fence: Fence
+    _foundation: Foundation
+    _keep: Policy | None
+    _resumed: set[int]
+
+    def delete(self, epoch: int) -> None:
+        """Delete an epoch, whatever it is: also the newest, also a damaged one.
+
+        Raises:
+            EpochNotFoundError: there is none.
+        """
+        number = check_epoch(epoch)
+        commits = self._catalog.committed(number)
+        if not commits:
+            self._foundation.require()
+            raise EpochNotFoundError(f"there is no epoch {number} in {self._catalog.store.traits.url}", epoch=number)
+        # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
+        self._catalog.manifests(self._catalog.committed())
+        delete_commits(self._catalog, commits, "its epoch was deleted")
+        self._failures.forget(number)
+
+    def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
+        """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
+
+        Never deletes the newest intact epoch, nor those that this process loaded before its first save: the run
+        resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under that
+        name; without one, only epochs that no named run has saved.
+
+        Args:
+            deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
+                follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
+        """
+        chosen = options.check_policy(policy) if policy is not None else self._keep
+        if chosen is None:
+            raise InvalidArgumentError(
+                "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
+            )
+        self._foundation.require()
+        protected = dict.fromkeys(self._resumed, "the run resumed from it")
+        return retention.prune(
+            self._catalog,
+            chosen,
+            run=self._fence.run,
+            protected=protected,
+            metadata=metadata_of,
+            deep=deep,
+            dry_run=dry_run,
+        )
+
+    def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
+        """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
+
+        Args:
+            grace: seconds after its last sign of life until an unfinished save counts as dead.
+        """
+        self._foundation.require()
+        return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
