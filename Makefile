@@ -11,6 +11,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+TORTURE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all installs go into one environment
 .PHONY: help demo test lint bench clean
-.PHONY: bench-full
+.PHONY: bench-full torture
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,9 @@ bench: $(VENV)/.bench ## judge all goals on states of 0.25 GiB, side by side wit
 
 bench-full: $(VENV)/.bench ## the same with all states, sizes and rivals: some two hours, 24 GiB of memory, 40 GiB of disk
 	$(BIN)/python -m benchmarks full $(BENCH_ARGS)
+
+torture: $(VENV)/.test ## kill, race, damage and starve it for half an hour: "lost: 0" (TORTURE_ARGS="--profile ci")
+	$(BIN)/python -m tests.torture $(TORTURE_ARGS)
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/.cache

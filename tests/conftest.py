@@ -69,10 +69,10 @@ def s3() -> Iterator[Bucket]:
     endpoint = os.environ.get("CKPTSTORE_TEST_S3_ENDPOINT")
     if endpoint:
         key, secret = os.environ["CKPTSTORE_TEST_S3_KEY"], os.environ["CKPTSTORE_TEST_S3_SECRET"]
-        yield _s3_bucket(endpoint, key, secret, os.environ.get("CKPTSTORE_TEST_S3_BUCKET"), None)
+        yield s3_bucket(endpoint, key, secret, os.environ.get("CKPTSTORE_TEST_S3_BUCKET"), None)
         return
     server = servers.seaweedfs()
-    yield _s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
+    yield s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
     server.stop()
 
 
@@ -80,7 +80,7 @@ def s3() -> Iterator[Bucket]:
 def s3_no_conditions() -> Iterator[Bucket]:
     """A bucket on a server that accepts conditional puts and ignores the condition."""
     server = servers.rclone_s3()
-    yield _s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
+    yield s3_bucket(server.endpoint, servers.KEY, servers.SECRET, None, server)
     server.stop()
 
 
@@ -94,7 +94,7 @@ def gcs() -> Iterator[Bucket]:
         server.stop()
 
 
-def _s3_bucket(endpoint: str, key: str, secret: str, name: str | None, server: servers.Server | None) -> Bucket:
+def s3_bucket(endpoint: str, key: str, secret: str, name: str | None, server: servers.Server | None) -> Bucket:
     import s3fs
 
     options = {"key": key, "secret": secret, "endpoint_url": endpoint, "client_kwargs": {"region_name": "us-east-1"}}

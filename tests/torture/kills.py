@@ -1,0 +1,262 @@
+"""Campaign ``kills``: SIGKILL of real saving processes, on a folder and on S3, in the foreground and the background.
+
+Some kills come at a random moment of a save (or of the resuming before it); the others wait until a phase of it
+begins, and then a moment longer, so that the short phases are hit as well. After each kill a fresh repository looks at
+what is there: every epoch that was reported as committed and is not pruned, and every epoch that is visible, must load
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore import CkptStoreError, EpochNotFoundError, Repository, RepositoryNotFoundError, keys
+from ckptstore.catalog import Catalog, Committed
+from ckptstore.lease import read_leases
+from ckptstore.stores import open_store
+from ckptstore.stores.base import Store
+from tests.repository.helpers import assert_no_debris
+from tests.torture.content import CHUNK, what_differs
+from tests.torture.processes import Nursery
+from tests.torture.victim import KEEP, PHASES
+from tests.torture.work import Work
+
+LANES = {"folder": 0.35, "folder, background": 0.35, "s3": 0.15, "s3, background": 0.15}
+SWEEP_EVERY = 20
+LINGER = {"folder": 0.002, "s3": 0.008}  # seconds within which a knife comes down after a phase has begun
+
+
+def run(work: Work) -> None:
+    """Two lanes at a time: a machine with two cores is busy, and the victims do not starve."""
+    work.s3()  # here and not in a lane: the server dies with the thread that started it
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(lane, work, where, max(1, round(share * work.size))) for where, share in LANES.items()]
+    for job in jobs:
+        job.result()
+
+
+def lane(work: Work, where: str, kills: int) -> None:
+    """So many kills that hit a save, in one repository."""
+    kind, _, background = where.partition(", ")
+    name = where.replace(", ", "-")
+    if kind == "s3":
+        bucket = work.s3()
+        url, options = bucket.url(), bucket.storage_options
+    else:
+        url, options = str(work.folder / name), None
+    with (
+        open_store(url, storage_options=options) as store,
+        Nursery(work.folder / f"{name}.log", work.broken) as nursery,
+    ):
+        order = {"url": url, "options": options, "background": bool(background)}
+        killer = Killer(work, where, nursery, store, order)
+        hits = lives = 0
+        while hits < kills and lives < 3 * kills + 20 and not work.enough:
+            hit = killer.life(lives)
+            lives += 1
+            hits += hit
+            work.done(hit)
+            if lives % SWEEP_EVERY == 0:
+                killer.sweep(lives)
+        if hits < kills and not work.enough:
+            work.blame("other", f"{where}/{lives}", f"only {hits} of {lives} kills hit a save: this proves too little")
+        killer.sweep(lives)
+
+
+@dataclass
+class Killer:
+    """Starts a trainer, kills it, and looks; for one repository.
+
+    Attributes:
+        begun: what was ever begun: (epoch, version).
+        done: epoch → the last version that was reported as committed.
+        open: what was begun and not yet reported, and when, oldest first.
+        seconds: how long a save takes, as observed.
+    """
+
+    work: Work
+    lane: str
+    nursery: Nursery
+    store: Store
+    order: dict[str, Any]
+    seconds: float = 0.05
+    begun: set[tuple[int, int]] = field(default_factory=set)
+    done: dict[int, int] = field(default_factory=dict)
+    open: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def life(self, number: int) -> bool:
+        """One life of a trainer. Returns whether it was cut off inside a save."""
+        dice = self.work.dice(self.lane, number)
+        phase = dice.choice(PHASES) if dice.random() < 0.6 else ""
+        victim = dice.choice((0, 1, 1, 2, 2, 3))  # the save that is cut off; 0: before the first
+        step = f"{self.lane}/{number}"
+        self.open.clear()
+        self.nursery.order(act="train", phase=phase, seed=dice.random(), version=1000 * (number + 1), **self.order)
+        pid, over = self._wait(step, phase, victim)
+        if not over:
+            self._stab(dice, pid, phase, victim)
+            while self._hear(step) != "ended":
+                pass
+        inside = bool(self.open)
+        self.work.count(attempts=1, faults=int(inside))
+        self.look(step)
+        return inside
+
+    def _wait(self, step: str, phase: str, victim: int) -> tuple[int, bool]:
+        """Until it is time for the knife. The pid, and whether it is too late: the trainer has ended by itself."""
+        pid = saves = 0
+        while True:
+            words = self._hear(step, full=True)
+            if words[0] == "pid":
+                pid = int(words[1])
+                if victim == 0:
+                    return pid, False
+            elif words[0] == "ended":
+                return pid, True
+            elif words[0] == "begin":
+                saves += 1
+                if saves >= victim and (not phase or saves >= victim + 8):  # some phases are rare
+                    break
+            elif words[0] == "at" and saves >= victim:
+                break
+        while not pid:
+            words = self._hear(step, full=True)
+            pid = int(words[1]) if words[0] == "pid" else 0
+        return pid, False
+
+    def _stab(self, dice: random.Random, pid: int, phase: str, victim: int) -> None:
+        kind = self.lane.partition(",")[0]
+        if victim == 0:
+            time.sleep(dice.uniform(0, 3 * self.seconds))
+        elif phase:
+            time.sleep(dice.uniform(0, LINGER[kind]))
+        else:
+            time.sleep(dice.uniform(0, 1.1 * self.seconds))
+        os.kill(pid, signal.SIGKILL)
+
+    def _hear(self, step: str, full: bool = False) -> Any:
+        """Read a line and remember what it tells."""
+        words = self.nursery.read()
+        if words[0] == "begin":
+            pair = int(words[1]), int(words[2])
+            self.begun.add(pair)
+            self.open[pair] = time.monotonic()
+        elif words[0] in ("done", "refused"):
+            pair = int(words[1]), int(words[2])
+            took = time.monotonic() - self.open.pop(pair, time.monotonic())
+            self.seconds += 0.2 * (min(took, 2.0) - self.seconds)
+            if words[0] == "done":
+                self.done[pair[0]] = pair[1]
+                self.work.count(committed=1)
+            else:
+                self.work.count(refused=1)
+                self.work.note(f"refused: {words[3]}")
+        elif words[0] == "wrong":
+            self.work.blame("lost", step, "the trainer resumed from a wrong state: " + " ".join(words))
+        elif words[0] == "untyped":
+            self.work.blame("untyped", step, " ".join(words))
+        return words if full else words[0]
+
+    # ---- what is left --------------------------------------------------------------------------------------
+
+    def look(self, step: str) -> None:
+        """Compare what is visible with what was reported."""
+        repo = fresh(self.store)
+        if repo is None:
+            if self.done:
+                self.work.blame("lost", step, "the repository has gone")
+            return
+        try:
+            epochs = set(repo.epochs())
+            for epoch in sorted(epochs):
+                if not self._check(step, repo, epoch):
+                    epochs.remove(epoch)
+            latest = repo.latest()
+        except CkptStoreError as error:
+            self.work.blame("other", step, f"the look after the kill failed: {error!r}")
+            return
+        if (latest.epoch if latest is not None else None) != max(epochs, default=None) or (latest and latest.skipped):
+            self.work.blame("other", step, f"latest is {latest}, of {sorted(epochs)}")
+        newest = sorted(epochs | self.done.keys())[-KEEP:]
+        for epoch in newest:
+            if epoch not in epochs:
+                self.work.blame("lost", step, f"epoch {epoch} was committed and is gone; there are {sorted(epochs)}")
+        self.done = {epoch: version for epoch, version in self.done.items() if epoch in epochs}
+        try:
+            self.work.note(f"{self.lane}: {self._moment(epochs, repo)}")
+        except CkptStoreError as error:  # nothing new, where every epoch loads
+            self.work.note(f"{self.lane}: killed, and {type(error).__name__} when looking where")
+
+    def _check(self, step: str, repo: Repository, epoch: int) -> bool:
+        """Whether the epoch is there: on S3 a request of the dead may go on for a moment and remove what was listed."""
+        reported = self.done.get(epoch)
+        try:
+            checkpoint = repo.checkpoint(epoch)
+            version = checkpoint.metadata["version"]
+            wrong = what_differs(checkpoint.load(), epoch, version)
+        except CkptStoreError as error:
+            if isinstance(error, EpochNotFoundError) and epoch not in repo.epochs():
+                return False
+            self.work.blame(
+                "phantom" if reported is None else "lost",
+                step,
+                f"epoch {epoch} is visible and does not load: {error!r}",
+            )
+            return True
+        self.work.count(checked=1)
+        if wrong:
+            self.work.blame("lost", step, f"epoch {epoch} loads other bits: {wrong}")
+        elif (epoch, version) not in self.begun:
+            self.work.blame("phantom", step, f"epoch {epoch}, version {version} was never begun")
+        elif reported is not None and version < reported:
+            self.work.blame("lost", step, f"epoch {epoch} has version {version}, reported was {reported}")
+        return True
+
+    def _moment(self, epochs: set[int], repo: Repository) -> str:
+        """Where the kill has hit, by what it left."""
+        if not self.open:
+            return "killed between saves"
+        epoch, version = next(iter(self.open))
+        leases = {s.attempt for s in read_leases(self.store) if s.lease is not None and s.lease.epoch == epoch}
+        if epoch in epochs and repo.checkpoint(epoch).metadata["version"] == version:
+            generation = repo.checkpoint(epoch).generation
+            if Catalog(self.store).manifest(Committed(epoch, generation)).attempt in leases:
+                return "killed after the manifest, before the lease was removed"
+            return "killed while tidying up and pruning"
+        found = [info.key for attempt in leases for info in self.store.list(keys.attempt_prefix(attempt))]
+        if any("/records/" in key for key in found):
+            return "killed between the indexes and the manifest"
+        return "killed amid the chunks" if found else "killed before the first chunk"
+
+    def sweep(self, step: int) -> None:
+        """What the dead have left can be removed, and all epochs are as before."""
+        repo = fresh(self.store)
+        if repo is None:
+            return
+        for last in (False, False, True):  # a put that was under way on S3 when its sender was killed may land late
+            try:
+                repo.gc(grace=0)
+                assert_no_debris(self.store)
+                break
+            except AssertionError as error:
+                if last:
+                    self.work.blame("other", f"{self.lane}/{step}", f"gc leaves debris: {str(error)[:500]}")
+                time.sleep(0.5)
+            except CkptStoreError as error:
+                self.work.blame("other", f"{self.lane}/{step}", f"gc failed: {error!r}")
+                break
+        self.look(f"{self.lane}/{step}, after gc")
+
+
+def fresh(store: Store) -> Repository | None:
+    """A repository that remembers nothing; None if there is none yet."""
+    try:
+        return Repository(store, create=False, chunk_size=CHUNK)
+    except RepositoryNotFoundError:
+        return None
