@@ -115,8 +115,8 @@ def deaf(stack: ExitStack) -> None:
     def write_file(handle: int, body: memoryview) -> tuple[int, int]:
         facts = os.fstat(handle)
         with suppress(OSError):
-            os.write(handle, body)
-            os.fsync(handle)
+            vars(_posix)["os"].write(handle, body)  # by that name: a campaign may have put another one there
+            vars(_posix)["os"].fsync(handle)
         with suppress(OSError):
             os.close(handle)
         return facts.st_dev, facts.st_ino

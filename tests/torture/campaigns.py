@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tests import servers
 from tests.conftest import Bucket, s3_bucket
-from tests.torture import damage, kills, race, stateful
+from tests.torture import damage, kills, race, space, stateful
 from tests.torture.broken import broken_order
 from tests.torture.report import Report
 from tests.torture.work import Tally, Work
@@ -39,6 +39,12 @@ CAMPAIGNS = {
         race.run,
         {"full": 100, "ci": 10},
         lambda size: size + max(1, size // race.S3_SHARE),
+    ),
+    "enospc": Campaign(
+        "a full disk at every k-th write, and file systems that are too small",
+        space.run,
+        {"full": 0, "ci": 40},
+        lambda size: 2 * size,
     ),
     "damage": Campaign(
         "every object, damaged in every way",

@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore import CkptStoreError, EpochNotFoundError, Repository, RepositoryNotFoundError, keys
+from ckptstore import CkptStoreError, Repository, keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.lease import read_leases
 from ckptstore.stores import open_store
 from ckptstore.stores.base import Store
-from tests.repository.helpers import assert_no_debris
-from tests.torture.content import CHUNK, what_differs
+from tests.torture.ledger import Ledger
 from tests.torture.processes import Nursery
 from tests.torture.victim import KEEP, PHASES
 from tests.torture.work import Work
@@ -63,10 +62,10 @@ def lane(work: Work, where: str, kills: int) -> None:
             hits += hit
             work.done(hit)
             if lives % SWEEP_EVERY == 0:
-                killer.sweep(lives)
+                killer.ledger.sweep(f"{where}/{lives}")
         if hits < kills and not work.enough:
             work.blame("other", f"{where}/{lives}", f"only {hits} of {lives} kills hit a save: this proves too little")
-        killer.sweep(lives)
+        killer.ledger.sweep(f"{where}/{lives}")
 
 
 @dataclass
@@ -74,8 +73,7 @@ class Killer:
     """Starts a trainer, kills it, and looks; for one repository.
 
     Attributes:
-        begun: what was ever begun: (epoch, version).
-        done: epoch → the last version that was reported as committed.
+        ledger: what was begun and reported.
         open: what was begun and not yet reported, and when, oldest first.
         seconds: how long a save takes, as observed.
     """
@@ -86,9 +84,10 @@ class Killer:
     store: Store
     order: dict[str, Any]
     seconds: float = 0.05
-    begun: set[tuple[int, int]] = field(default_factory=set)
-    done: dict[int, int] = field(default_factory=dict)
     open: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.work, self.store, KEEP)
 
     def life(self, number: int) -> bool:
         """One life of a trainer. Returns whether it was cut off inside a save."""
@@ -145,18 +144,16 @@ class Killer:
         words = self.nursery.read()
         if words[0] == "begin":
             pair = int(words[1]), int(words[2])
-            self.begun.add(pair)
+            self.ledger.begun.add(pair)
             self.open[pair] = time.monotonic()
         elif words[0] in ("done", "refused"):
             pair = int(words[1]), int(words[2])
             took = time.monotonic() - self.open.pop(pair, time.monotonic())
             self.seconds += 0.2 * (min(took, 2.0) - self.seconds)
             if words[0] == "done":
-                self.done[pair[0]] = pair[1]
-                self.work.count(committed=1)
+                self.ledger.commit(*pair)
             else:
-                self.work.count(refused=1)
-                self.work.note(f"refused: {words[3]}")
+                self.ledger.refuse(words[3])
         elif words[0] == "wrong":
             self.work.blame("lost", step, "the trainer resumed from a wrong state: " + " ".join(words))
         elif words[0] == "untyped":
@@ -166,59 +163,17 @@ class Killer:
     # ---- what is left --------------------------------------------------------------------------------------
 
     def look(self, step: str) -> None:
-        """Compare what is visible with what was reported."""
-        repo = fresh(self.store)
-        if repo is None:
-            if self.done:
-                self.work.blame("lost", step, "the repository has gone")
+        """Compare what is visible with what was reported, and find out where the kill has hit."""
+        seen = self.ledger.look(step)
+        if seen is None:
             return
         try:
-            epochs = set(repo.epochs())
-            for epoch in sorted(epochs):
-                if not self._check(step, repo, epoch):
-                    epochs.remove(epoch)
-            latest = repo.latest()
-        except CkptStoreError as error:
-            self.work.blame("other", step, f"the look after the kill failed: {error!r}")
-            return
-        if (latest.epoch if latest is not None else None) != max(epochs, default=None) or (latest and latest.skipped):
-            self.work.blame("other", step, f"latest is {latest}, of {sorted(epochs)}")
-        newest = sorted(epochs | self.done.keys())[-KEEP:]
-        for epoch in newest:
-            if epoch not in epochs:
-                self.work.blame("lost", step, f"epoch {epoch} was committed and is gone; there are {sorted(epochs)}")
-        self.done = {epoch: version for epoch, version in self.done.items() if epoch in epochs}
-        try:
-            self.work.note(f"{self.lane}: {self._moment(epochs, repo)}")
-        except CkptStoreError as error:  # nothing new, where every epoch loads
-            self.work.note(f"{self.lane}: killed, and {type(error).__name__} when looking where")
+            moment = self._moment(*seen)
+        except CkptStoreError as error:  # no news, where every epoch loads
+            moment = f"killed, and {type(error).__name__} when looking where"
+        self.work.note(f"{self.lane}: {moment}")
 
-    def _check(self, step: str, repo: Repository, epoch: int) -> bool:
-        """Whether the epoch is there: on S3 a request of the dead may go on for a moment and remove what was listed."""
-        reported = self.done.get(epoch)
-        try:
-            checkpoint = repo.checkpoint(epoch)
-            version = checkpoint.metadata["version"]
-            wrong = what_differs(checkpoint.load(), epoch, version)
-        except CkptStoreError as error:
-            if isinstance(error, EpochNotFoundError) and epoch not in repo.epochs():
-                return False
-            self.work.blame(
-                "phantom" if reported is None else "lost",
-                step,
-                f"epoch {epoch} is visible and does not load: {error!r}",
-            )
-            return True
-        self.work.count(checked=1)
-        if wrong:
-            self.work.blame("lost", step, f"epoch {epoch} loads other bits: {wrong}")
-        elif (epoch, version) not in self.begun:
-            self.work.blame("phantom", step, f"epoch {epoch}, version {version} was never begun")
-        elif reported is not None and version < reported:
-            self.work.blame("lost", step, f"epoch {epoch} has version {version}, reported was {reported}")
-        return True
-
-    def _moment(self, epochs: set[int], repo: Repository) -> str:
+    def _moment(self, repo: Repository, epochs: set[int]) -> str:
         """Where the kill has hit, by what it left."""
         if not self.open:
             return "killed between saves"
@@ -233,30 +188,3 @@ class Killer:
         if any("/records/" in key for key in found):
             return "killed between the indexes and the manifest"
         return "killed amid the chunks" if found else "killed before the first chunk"
-
-    def sweep(self, step: int) -> None:
-        """What the dead have left can be removed, and all epochs are as before."""
-        repo = fresh(self.store)
-        if repo is None:
-            return
-        for last in (False, False, True):  # a put that was under way on S3 when its sender was killed may land late
-            try:
-                repo.gc(grace=0)
-                assert_no_debris(self.store)
-                break
-            except AssertionError as error:
-                if last:
-                    self.work.blame("other", f"{self.lane}/{step}", f"gc leaves debris: {str(error)[:500]}")
-                time.sleep(0.5)
-            except CkptStoreError as error:
-                self.work.blame("other", f"{self.lane}/{step}", f"gc failed: {error!r}")
-                break
-        self.look(f"{self.lane}/{step}, after gc")
-
-
-def fresh(store: Store) -> Repository | None:
-    """A repository that remembers nothing; None if there is none yet."""
-    try:
-        return Repository(store, create=False, chunk_size=CHUNK)
-    except RepositoryNotFoundError:
-        return None
