@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from ckptstore import keys
 from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError, InvalidRecordError
+from ckptstore.jsonsize import fits
 
 FORMAT = 1
 
@@ -29,6 +30,10 @@ MAX_MANIFEST = 16 * 1024 * 1024
 MAX_INDEX = 64 * 1024 * 1024
 MAX_CHUNK_RAW = 256 * 1024 * 1024
 MAX_RECORDS = 10_000
+MAX_ARRAYS = 500_000
+MAX_OBJECTS = 64 * 1024 * 1024  # what JSON may become in memory, beyond its length and what the manifest counts:
+PER_ARRAY = 1536
+PER_CHUNK = 512
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
@@ -258,9 +263,9 @@ def decode_claim(data: bytes, key: str) -> WriterClaim:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest object. Raises InvalidRecordError if it would exceed its cap."""
     data = _sign(msgspec.json.encode(manifest))
-    if len(data) > MAX_MANIFEST:
+    if len(data) > MAX_MANIFEST or not fits(data, MAX_OBJECTS + len(data)):
         raise InvalidRecordError(
-            f"the manifest would be {len(data)} bytes, more than {MAX_MANIFEST}: use fewer records or less metadata",
+            f"the manifest would be {len(data)} bytes with too many values: use fewer records or less metadata",
             epoch=manifest.epoch,
         )
     return data
@@ -294,6 +299,12 @@ def encode_index(index: RecordIndex) -> tuple[str, int, bytes]:
         raise InvalidRecordError(
             f"record {index.name!r} needs an index of {len(raw)} bytes, more than {MAX_INDEX}: split the record"
         )
+    if len(index.arrays) > MAX_ARRAYS:
+        raise InvalidRecordError(f"record {index.name!r} has more than {MAX_ARRAYS} arrays: split the record")
+    if not fits(raw, _allowance(len(raw), len(index.arrays), len(index.chunks))):
+        raise InvalidRecordError(
+            f"record {index.name!r} has too many plain values, more than a reader takes: put them into arrays"
+        )
     return digest_of(raw), len(raw), stored
 
 
@@ -304,13 +315,24 @@ def decode_index(stored: bytes, entry: RecordEntry) -> RecordIndex:
     raw = _decompress(stored, entry.raw_length, key)
     _require(digest_of(raw) == entry.digest, key, "digest")
     _check_version(raw, key)
+    _require(0 <= entry.arrays <= MAX_ARRAYS and entry.chunks >= 0, key, "number of arrays or chunks")
+    # None is described in fewer bytes: a manifest cannot buy memory by counting what is not there.
+    _require(20 * entry.arrays + 100 * entry.chunks <= len(raw), key, "number of arrays or chunks")
+    _require(fits(raw, _allowance(len(raw), entry.arrays, entry.chunks)), key, "structure (too many values)")
     try:
         index = msgspec.json.decode(raw, type=RecordIndex)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         _corrupt(key, f"structure ({error})", error)
     _require(index.name == entry.name and index.kind == entry.kind, key, "record name")
+    counts = (len(index.arrays), len(index.chunks))
+    _require(counts == (entry.arrays, entry.chunks), key, "number of arrays or chunks")
     _check_index(index, key)
     return index
+
+
+def _allowance(raw_length: int, arrays: int, chunks: int) -> int:
+    """What an index may become in memory (P8): a fixed part, and more only for what its manifest counts."""
+    return MAX_OBJECTS + raw_length + PER_ARRAY * arrays + PER_CHUNK * chunks
 
 
 def _check_index(index: RecordIndex, key: str) -> None:
@@ -344,6 +366,7 @@ def _decode_signed(data: bytes, kind: type[_T], key: str, cap: int) -> _T:
     claimed = data[len(_PREFIX) : _SIGNED_FROM - 2]
     _require(digest_of(data[_SIGNED_FROM:]).encode() == claimed, key, "digest")
     _check_version(data, key)
+    _require(fits(data, MAX_OBJECTS + len(data)), key, "structure (too many values)")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from ckptstore.errors import InvalidArgumentError, InvalidRecordError
-from ckptstore.manifest import MAX_RECORDS, check_record_name
+from ckptstore.jsonsize import fits
+from ckptstore.manifest import MAX_OBJECTS, MAX_RECORDS, check_record_name
 from ckptstore.pipeline import cores
 from ckptstore.retention import Policy
 from ckptstore.tree import FlatState, flatten
@@ -119,8 +120,11 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
     flat = flatten(dict(metadata), "metadata")
     if flat.arrays:
         raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
-    if len(msgspec.json.encode(flat.skeleton)) > MAX_METADATA:
+    data = msgspec.json.encode(flat.skeleton)
+    if len(data) > MAX_METADATA:
         raise InvalidRecordError(f"metadata takes more than {MAX_METADATA} bytes: put it into a record")
+    if not fits(data, MAX_OBJECTS // 2 + len(data)):  # half, because a manifest holds records too
+        raise InvalidRecordError("metadata holds too many values: put it into a record")
     return flat.skeleton
 
 
