@@ -201,8 +201,15 @@ class Checkpoint:
         names = [entry.name for entry in entries]
         if into is None:
             into = dict.fromkeys(names)
-        if not isinstance(into, dict) or sorted(into) != sorted(names):
+        if not isinstance(into, dict):
             raise InvalidArgumentError(f"into must be a dict with the records {names}", epoch=self.epoch)
+        for name in into:
+            self._entry(name)
+        if len(into) != len(names):
+            missing = [name for name in names if name not in into]
+            raise InvalidArgumentError(
+                f"into must be a dict with the records {names}: it lacks {missing}", epoch=self.epoch
+            )
         with garbage.paused():
             plans = [self._plan(entry, paths, into[entry.name]) for entry in entries]
         return [plan for plan in plans if plan is not None]

@@ -145,8 +145,19 @@ def check_size(state_or_bytes: Mapping[str, object] | int) -> int:
 
 
 def flatten_all(states: Mapping[str, object]) -> dict[str, FlatState]:
-    """All states taken apart, nothing copied. InvalidRecordError names what cannot be stored."""
-    return {name: flatten(state, name) for name, state in states.items()}
+    """All states taken apart, nothing copied. InvalidRecordError names all that cannot be stored, in any of them."""
+    flats: dict[str, FlatState] = {}
+    refused: list[InvalidRecordError] = []
+    for name, state in states.items():
+        try:
+            flats[name] = flatten(state, name)
+        except InvalidRecordError as error:
+            refused.append(error)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise InvalidRecordError("\n".join(error.message for error in refused))
+    return flats
 
 
 def bytes_of(flats: Mapping[str, FlatState]) -> int:
