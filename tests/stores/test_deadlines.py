@@ -275,11 +275,12 @@ def test_retry_after(scheme: str, transport: str, verb: str) -> None:
     """The header is honoured where the client shows it: always, but for bodies that travel by obstore."""
     if scheme == "s3":
         busy = s3_error(503, "SlowDown")
-        good = Reply(200, {"list": b"<ListBucketResult/>", "get": b"x", "create": b""}[verb], {"ETag": '"e"'})
+        listing = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        good = Reply(200, {"list": listing, "get": b"x", "create": b""}[verb], {"ETag": '"e"'})
     else:
         busy = Reply(429, b'{"error": {"code": 429, "message": "rateLimitExceeded"}}')
-        size = b'{"name": "run/a/1", "size": "1"}' if verb == "create" else b"{}"
-        good = Reply(200, size)
+        bodies = {"list": b'{"kind": "storage#objects"}', "get": b"x", "create": b'{"name": "run/a/1", "size": "1"}'}
+        good = Reply(200, bodies[verb], {"x-goog-generation": "1"})
     busy = Reply(busy.status, busy.body, {**busy.headers, "Retry-After": "7"})
     replies = [busy]
     heard: list[RetryEvent] = []
@@ -375,7 +376,7 @@ def test_credentials_that_stay_bad() -> None:
 def test_a_gcs_token_that_expired() -> None:
     """A 401 for invalid credentials makes the client anew and tries once more; an anonymous 401 does not."""
     replies = [Reply(401, b'{"error": {"code": 401, "message": "Invalid Credentials"}}')]
-    with ScriptedServer(lambda _: replies.pop() if replies else Reply(200, b"x")) as server:
+    with ScriptedServer(lambda _: replies.pop() if replies else Reply(200, b"x", {"x-goog-generation": "1"})) as server:
         inner = RemoteStore("gs", "bucket", "run", storage_options=options_for("gs", server.endpoint, 5.0))
         first = inner._opened
         inner._opened = (*first[:2], first[2] - 3600)
