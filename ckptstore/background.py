@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from ckptstore import exiting
+from ckptstore import exiting, patience
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import (
     BusyError,
@@ -106,7 +106,7 @@ class SaveHandle:
                     f"the save of epoch {self.epoch} runs in process {self._pid}: ask there", epoch=self.epoch
                 )
             with self._condition:
-                self._condition.wait_for(lambda: self._ended or until in self.seconds, timeout)
+                patience.wait_for(self._condition, lambda: self._ended or until in self.seconds, timeout)
         return self._ended if until == "done" else until in self.seconds
 
     def result(self, timeout: float | None = None) -> Checkpoint | Any:
@@ -293,7 +293,7 @@ class Background:
                         return other
                     if thread == threading.get_ident():  # a signal handler: it would wait for itself
                         raise _busy(handle.epoch, other)
-                    self._turn.wait()
+                    self._turn.wait(patience.TICK_SECONDS)
                     continue
             if not wait:
                 return running

@@ -6,6 +6,7 @@ in flight end with it (after a moment of grace), so a Ctrl-C in the main thread 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from ckptstore.errors import DeadlineError
 
 GRACE_SECONDS = 3.0
 """How long a call that is under way when its work is given up may take to end by itself."""
+TICK_SECONDS = 0.5
+"""The longest wait in one piece. A signal that arrives right before a thread goes to sleep on a lock does not wake it,
+so that a Ctrl-C in that moment would be seen only after the wait: every wait of a caller's thread comes in pieces."""
 
 
 class Patience:
@@ -66,12 +70,25 @@ class _Endless(Patience):
     """Of threads that belong to nothing: the caller's own, which a Ctrl-C reaches by itself. It has no locks."""
 
     def sleep(self, seconds: float) -> bool:
-        time.sleep(seconds)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, TICK_SECONDS))
         return True
 
     @contextmanager
     def telling(self, callback: Callable[[], None]) -> Iterator[None]:
         yield
+
+
+def wait_for(condition: threading.Condition, true: Callable[[], bool], seconds: float | None = None) -> bool:
+    """``condition.wait_for`` in pieces. The condition must be held."""
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while not true():
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        condition.wait(min(left, TICK_SECONDS))
+    return True
 
 
 _threads = threading.local()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.patience import Patience, adopt, current
+from ckptstore.patience import TICK_SECONDS, Patience, adopt, current, wait_for
 
 WINDOW = 128 * 1024 * 1024
 KEPT = WINDOW // 2
@@ -91,7 +91,13 @@ def side_by_side(threads: int, work: Callable[[T], R], items: Iterable[T]) -> li
     pool = ThreadPoolExecutor(threads, "ckptstore-io", adopt, (patience,))
     try:
         with current().telling(patience.end):
-            return list(pool.map(work, items))
+            jobs = [pool.submit(work, item) for item in items]
+            waiting = {*jobs}
+            while waiting:
+                done, waiting = wait(waiting, TICK_SECONDS, FIRST_EXCEPTION)
+                for job in done:
+                    job.result()  # raises the error of one that failed, whatever the others are at
+            return [job.result() for job in jobs]
     finally:
         patience.end()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -136,7 +142,7 @@ class Pipeline:
             self._reap(FIRST_COMPLETED)
 
     def _reap(self, when: str) -> None:
-        finished, _ = wait(self._jobs, return_when=when)
+        finished, _ = wait(self._jobs, TICK_SECONDS, when)
         for job in finished:
             self._in_flight -= self._jobs.pop(job)
             job.result()
@@ -144,7 +150,7 @@ class Pipeline:
     def wait_for_first_stages(self) -> None:
         """Wait until the first stage of every job has ended, well or not."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting == 0)
+            wait_for(self._changed, lambda: self._waiting == 0)
 
     def _start(self, done: Future[Any], stages: list[Stage], value: Any, *, first: bool = False) -> None:
         pool, stage = stages.pop(0)

@@ -48,6 +48,7 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("stores.remote", "_CLOSE_SECONDS", "seconds to close connections", FIXED),
     ("stores.retry", "QUIET_SECONDS", "seconds between two log lines of a level about retries", FIXED),
     ("patience", "GRACE_SECONDS", "seconds for calls under way when a save or load is given up", FIXED),
+    ("patience", "TICK_SECONDS", "seconds, the longest wait in one piece, so that a Ctrl-C is always seen", FIXED),
     ("lease", "HEARTBEAT", "seconds between two renewals of a lease", FIXED),
     ("lease", "EXPIRY", "seconds, by the store's clock, after which a lease is dead", "`gc(grace=…)`"),
     ("lease", "LAPSE", "seconds without renewal after which a save proves all its objects before it commits", FIXED),

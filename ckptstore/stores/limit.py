@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptstore.errors import InvalidArgumentError, ThrottledError
+from ckptstore.patience import TICK_SECONDS
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -57,7 +58,8 @@ class Slots:
             gate.acquire()
             self._queue.append(gate)
         try:
-            gate.acquire()  # whoever leaves opens it and so hands over the slot
+            while not gate.acquire(timeout=TICK_SECONDS):  # whoever leaves opens it and so hands over the slot
+                pass
         except BaseException:
             with self._lock:
                 if gate in self._queue:

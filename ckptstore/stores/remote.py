@@ -33,7 +33,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.keys import check_key
-from ckptstore.patience import GRACE_SECONDS
+from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.remote_backends import PAGE, Backend, GCSBackend, Page, S3Backend, Upload
 from ckptstore.stores.remote_errors import (
@@ -314,7 +314,7 @@ def _run(
     mine = patience.current()
     future = asyncio.run_coroutine_threadsafe(step, loop)
     limit = stall + nbytes / TRICKLE
-    pause = limit if body is None else min(1.0, stall / 4)
+    pause = min(TICK_SECONDS, stall / 4)
     end = time.monotonic() + limit
     try:
         with mine.telling(partial(_cancel_soon, loop, future.cancel)):

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from ckptstore import patience
 from ckptstore.errors import CkptStoreError, DeadlineError
-from ckptstore.patience import GRACE_SECONDS, Patience
+from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS, Patience
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -254,7 +254,7 @@ class WatchStore(Store):
             if left <= 0:
                 return
             with suppress(queue.Empty):
-                job.reply.get(timeout=min(left, LISTING_SECONDS))
+                job.reply.get(timeout=min(left, TICK_SECONDS))
 
     def _hanging(self, verb: str, key: str, why: str) -> DeadlineError:
         return DeadlineError(

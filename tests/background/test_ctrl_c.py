@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptstore.patience import GRACE_SECONDS
+
 pytestmark = pytest.mark.kill
 
 CODE = """
@@ -79,3 +81,69 @@ def test_ctrl_c_ends_the_waits_of_worker_threads(verb: str) -> None:
         output, _ = child.communicate(timeout=60)
     assert (stopped, output) == ("stopped []\n", "1\n")
     assert seconds < 1
+
+
+LOST = """
+import os, signal, sys, threading, time
+import numpy as np
+import ckptstore
+from ckptstore.stores import LimitStore, MemoryStore, RetryStore, WatchStore
+
+# A signal that reaches the process but wakes nobody, as when it comes right before the thread goes to sleep on a lock:
+# here a thread of our own gets it, because the main thread blocks it in the kernel. Python notes it for the main one.
+def lose_it():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    time.sleep(1)
+    begun.append(time.monotonic())
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+class Stuck(MemoryStore):
+    hang = False
+    def put(self, key, data, *, if_absent=False):
+        if self.hang and "/chunks/" in key:
+            threading.Event().wait()
+        super().put(key, data, if_absent=if_absent)
+
+begun = []
+inner = Stuck()
+store = WatchStore(inner, 1e6)
+repo = ckptstore.Repository(RetryStore(LimitStore(store, 1)))
+state = {"model": {"w": np.arange(100_000)}}
+repo.save(1, state)
+inner.hang = True
+stuck = threading.Event()
+limit = LimitStore(inner, 1)
+
+def queue():
+    holder = threading.Thread(target=lambda: limit.put("a/chunks/1", b""), daemon=True)
+    holder.start()
+    while not limit._slots._inside:
+        time.sleep(0.01)
+    limit.put("b", b"")
+
+acts = {
+    "save": lambda: repo.save(2, {"model": {"w": np.arange(100_000) + 1}}),
+    "result": lambda: repo.save_async(2, {"model": {"w": np.arange(100_000) + 1}}).result(),
+    "call": lambda: store.put("a/chunks/1", b""),
+    "slot": queue,
+    "retry": lambda: ckptstore.patience.current().sleep(60),
+}
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+threading.Thread(target=lose_it, daemon=True).start()
+try:
+    acts[sys.argv[1]]()
+except KeyboardInterrupt:
+    print(time.monotonic() - begun[0], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("where", ["save", "result", "call", "slot", "retry"])
+def test_an_interrupt_that_wakes_nobody_is_seen(where: str) -> None:
+    """A Ctrl-C right before the caller's thread goes to sleep does not wake it; it is seen in a moment all the same."""
+    command = [sys.executable, "-c", textwrap.dedent(LOST), where]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    # The grace for what is under way, and a tick.
+    assert float(done.stdout) < GRACE_SECONDS + 4, done.stderr
