@@ -136,10 +136,13 @@ PORTAL = answer(Reply(200, b"<html>Please log in</html>", {"Content-Type": "text
 GATEWAY = answer(Reply(502, b"<html>Bad Gateway</html>", {"Content-Type": "text/html"}), name="page of a gateway")
 
 
-def misbehaving(seed: int, *, gcs: bool = False, part: float = 0.08, silent: bool = False) -> list[Rule]:
+def misbehaving(
+    seed: int, *, gcs: bool = False, part: float = 0.08, silent: bool = False, slow: float = 0.2
+) -> list[Rule]:
     """Faults of bad days, on about ``part`` of all requests: refusals, resets, lost replies, cut and slow bodies.
 
     ``silent``: also requests that are never answered; give the clients read time-outs of a second or so.
+    ``slow``: seconds of a delay.
     """
     chooser = random.Random(seed)
     error = gcs_error if gcs else s3_error
@@ -157,7 +160,7 @@ def misbehaving(seed: int, *, gcs: bool = False, part: float = 0.08, silent: boo
         (2, cut(0.6), "get list"),
         (1, cut(0.3, rst=True), "get list"),
         (1, cut(0.5, announce=True), "get"),
-        (3, delay(0.2), ""),
+        (3, delay(slow), ""),
     ]
     if not gcs:
         mix += [(1, s3_error(400, "RequestTimeout"), "put"), (1, s3_error(200, "InternalError"), "put")]

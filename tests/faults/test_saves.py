@@ -391,7 +391,7 @@ def test_outage_in_the_middle(way: Way, at: str) -> None:
     def strike(_: Seen) -> bool:
         if not gone.is_set():
             gone.set()
-            threading.Thread(target=way.proxy.outage, args=(1.0,)).start()
+            threading.Thread(target=way.proxy.outage, args=(0.4,)).start()
         return False
 
     with way.proxy.play(Rule(reset(), on=at, key=CHUNKS, skip=2, when=strike, optional=True)):
@@ -434,9 +434,9 @@ def test_a_clock_that_the_server_refuses(way: Way) -> None:
 @every_way
 def test_a_bad_day(way: Way) -> None:
     """Saves of all kinds, loads, verify, prune, delete and gc through a mix of all faults: all end well."""
-    rules = misbehaving(7, gcs=way.gcs, part=0.3)
+    rules = misbehaving(7, gcs=way.gcs, part=0.3, slow=0.02)
     with way.proxy.play(*rules) as seen:
-        repo = way.repo(RetryPolicy(attempts=50, deadline=120, base=0.005, cap=0.1), keep=KeepLast(2))
+        repo = way.repo(RetryPolicy(attempts=50, deadline=120, base=0.002, cap=0.03), keep=KeepLast(2))
         for epoch in range(1, 5):
             repo.save(epoch, state(epoch, 2))
             assert holds(repo, epoch, chunks=2)
