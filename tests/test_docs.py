@@ -195,6 +195,26 @@ def test_links_and_named_tests_exist(path: Path) -> None:
     assert [f"{file}{names}" for file, names in proofs if not _is_there(ROOT / file, names)] == []
 
 
+FIELD = 78
+
+
+def test_every_report_of_the_field_has_a_row() -> None:
+    """docs/guarantees.md has one row for each report: a number, a link, what happens, and tests that are there."""
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    section = text.partition("## The field")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "| [" in line]
+    assert len(rows) == len({row[0] for row in rows}) == FIELD
+    assert [int(row[0]) for row in rows] == sorted(int(row[0]) for row in rows)
+    link = r"\[[\w.-]+ #\d+\]\(https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)"
+    for number, report, failure, outcome, proof in rows:
+        assert re.fullmatch(link, report), number
+        assert failure, number
+        assert outcome, number
+        tests = re.findall(r"`(tests/[\w/]+\.py)((?:::\w+)*)`", proof)
+        assert tests or outcome.startswith("does not apply: "), number
+        assert [f"{file}{names}" for file, names in tests if not _is_there(ROOT / file, names)] == [], number
+
+
 def _is_there(file: Path, names: str) -> bool:
     if not file.is_file():
         return False

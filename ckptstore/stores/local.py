@@ -343,9 +343,10 @@ class LocalStore(Store):
             left = os.statvfs(path)
         except OSError:
             return f"{nbytes} bytes are needed: free some space"
-        if left.f_files and not left.f_favail:
-            return "it has no inodes left: remove files, for example by pruning old checkpoints"
         free = left.f_bavail * left.f_frsize
+        # Another thread may have freed an inode since: where the bytes would fit, they are not the reason.
+        if left.f_files and (not left.f_favail or (free > 2 * nbytes and left.f_favail < 64)):
+            return "it has no inodes left: remove files, for example by pruning old checkpoints"
         return f"{nbytes} bytes are needed and {free} are free: free some space, for example by pruning old checkpoints"
 
 
