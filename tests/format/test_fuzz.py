@@ -147,10 +147,10 @@ def places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def mutate(draw: st.DrawFn, document: Any) -> Any:
     """Replace, drop or double one to three things in a JSON document."""
     for _ in range(draw(st.integers(1, 3))):
-        ways = list(places(document))
-        if not ways:
+        if not isinstance(document, dict) or not document:
             break
-        *way, last = draw(st.sampled_from(ways))
+        member = draw(st.sampled_from(list(document)))  # each as often as the others, however much is in it
+        *way, last = draw(st.sampled_from([(member,), *((member, *way) for way in places(document[member]))]))
         holder = document
         for step in way:
             holder = holder[step]
@@ -174,14 +174,15 @@ def flip(draw: Callable[..., Any], data: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(changed)))
         stop = min(len(changed), at + draw(st.integers(0, 8)))
-        changed[at:stop] = draw(st.binary(max_size=8) | st.just(bytes(changed[at:stop]) * 2))
+        same = st.binary(min_size=stop - at, max_size=stop - at)
+        changed[at:stop] = draw(same | st.binary(max_size=8) | st.just(bytes(changed[at:stop]) * 2))
     return bytes(changed)
 
 
 @st.composite
 def bodies(draw: st.DrawFn, body: bytes) -> bytes:
     """A JSON object like ``body``, with damage that a parser, or only its reader, can see."""
-    if draw(st.booleans()):
+    if draw(st.integers(0, 3)) == 0:
         return flip(draw, body) or b"{"
     return dump(mutate(draw, json.loads(body)))
 
@@ -190,7 +191,7 @@ def bodies(draw: st.DrawFn, body: bytes) -> bytes:
 def repositories(draw: st.DrawFn) -> dict[str, bytes]:
     """All objects of a repository in which one document is hostile, and all digests are right."""
     objects = dict(SOUND)
-    victim = draw(st.sampled_from(["marker", "manifest", "lease", "index", "frame"]))
+    victim = draw(st.sampled_from(["marker", "manifest", "lease", "index", "skeleton", "skeleton", "arrays", "frame"]))
     if victim in ("marker", "manifest", "lease"):
         key = {"marker": keys.MARKER, "manifest": MANIFEST, "lease": LEASE}[victim]
         objects[key] = sign(draw(bodies(body_of(objects[key]))))
@@ -205,7 +206,11 @@ def repositories(draw: st.DrawFn) -> dict[str, bytes]:
         key = f"attempts/{chunk[0]}/chunks/{chunk[1]}"
         objects[key] = seal(flip(draw, objects[key]))
         return objects
-    hostile = draw(bodies(raw))
+    if victim == "index":
+        hostile = draw(bodies(raw))
+    else:
+        document = json.loads(raw)
+        hostile = dump(document | mutate(draw, {victim: document[victim]}))
     objects |= place_index(manifest, number, hostile)
     return objects
 
