@@ -14,51 +14,53 @@ from unittest.mock import patch
 
 from ckptstore import reader, sweep, transaction
 from ckptstore.codecs import decode
+from ckptstore.commit import Commit
 from ckptstore.errors import ObjectExistsError, StoreError
 from ckptstore.manifest import ChunkRef, Manifest
 from ckptstore.stores import _posix, local
-from ckptstore.stores.base import Body
-from ckptstore.transaction import Transaction
+from ckptstore.stores.base import Body, Store
 from ckptstore.writer import RecordWriter
 
 PIECE = 512
 
-_put_manifest = Transaction._put_manifest
+_put = Commit._put
 
 
 def manifest_first(stack: ExitStack) -> None:
     """The manifest goes first, and the chunks that it needs after it."""
 
+    held: dict[str, list[tuple[str, bytes]]] = {}  # attempt → what it has not put yet
+
     class Held:
-        def __init__(self) -> None:
-            self.puts: list[tuple[str, bytes]] = []
+        def __init__(self, attempt: str) -> None:
+            self.puts = held.setdefault(attempt, [])
 
         def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
             self.puts.append((key, bytes(data)))
 
     class LateWriter(RecordWriter):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            self._store = Held()  # type: ignore[assignment]
+        def __init__(self, store: Store, attempt: str, *arguments: Any, **options: Any) -> None:
+            super().__init__(store, attempt, *arguments, **options)
+            self._store = Held(attempt)  # type: ignore[assignment]
 
-    def put_manifest(self: Transaction, manifest: Manifest, data: bytes) -> None:
-        _put_manifest(self, manifest, data)
-        for key, body in self._writer._store.puts:  # type: ignore[attr-defined]
+    def put(self: Commit, manifest: Manifest, data: bytes) -> None:
+        _put(self, manifest, data)
+        for key, body in held.pop(manifest.attempt):
             self._store.put(key, body, if_absent=True)
 
     stack.enter_context(patch.object(transaction, "RecordWriter", LateWriter))
-    stack.enter_context(patch.object(Transaction, "_put_manifest", put_manifest))
+    stack.enter_context(patch.object(Commit, "_put", put))
 
 
 def prune_first(stack: ExitStack) -> None:
     """Older epochs are deleted before the new one is committed."""
 
-    def put_manifest(self: Transaction, manifest: Manifest, data: bytes) -> None:
-        others = [commit for commit in self._catalog.committed() if commit.epoch != self.epoch]
+    def put(self: Commit, manifest: Manifest, data: bytes) -> None:
+        others = [commit for commit in self._catalog.committed() if commit.epoch != manifest.epoch]
         sweep.delete_commits(self._catalog, others[:-1], "it is old")
-        _put_manifest(self, manifest, data)
+        _put(self, manifest, data)
 
-    stack.enter_context(patch.object(Transaction, "_put_manifest", put_manifest))
+    stack.enter_context(patch.object(Commit, "_put", put))
 
 
 def plain_write(stack: ExitStack) -> None:
@@ -80,19 +82,19 @@ def plain_write(stack: ExitStack) -> None:
 def lost_reply_is_success(stack: ExitStack) -> None:
     """When the answer to the commit is lost, it is taken for a good one."""
 
-    def settle(self: Transaction, manifest: Manifest, error: StoreError) -> None:
+    def settle(self: Commit, manifest: Manifest, error: StoreError) -> None:
         """Nobody looks."""
 
-    stack.enter_context(patch.object(Transaction, "_settle", settle))
+    stack.enter_context(patch.object(Commit, "_settle", settle))
 
 
 def overwrite(stack: ExitStack) -> None:
     """The manifest is put over whatever is there."""
 
-    def put_manifest(self: Transaction, manifest: Manifest, data: bytes) -> None:
+    def put(self: Commit, manifest: Manifest, data: bytes) -> None:
         self._store.put(manifest.key, data)
 
-    stack.enter_context(patch.object(Transaction, "_put_manifest", put_manifest))
+    stack.enter_context(patch.object(Commit, "_put", put))
 
 
 def blind_sweep(stack: ExitStack) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tests import servers
 from tests.conftest import Bucket, s3_bucket
-from tests.torture import damage, kills, race, space, stateful
+from tests.torture import damage, kills, line, race, space, stateful, syscalls
 from tests.torture.broken import broken_order
 from tests.torture.report import Report
 from tests.torture.work import Tally, Work
@@ -40,12 +40,18 @@ CAMPAIGNS = {
         {"full": 100, "ci": 10},
         lambda size: size + max(1, size // race.S3_SHARE),
     ),
+    "syscalls": Campaign(
+        "every system call of a local save fails with every error",
+        syscalls.run,
+        {"full": 0, "ci": 80},
+    ),
     "enospc": Campaign(
         "a full disk at every k-th write, and file systems that are too small",
         space.run,
         {"full": 0, "ci": 40},
         lambda size: 2 * size,
     ),
+    "proxy": Campaign("saves through a misbehaving proxy, an outage amid them", line.run, {"full": 200, "ci": 20}),
     "damage": Campaign(
         "every object, damaged in every way",
         damage.run,
