@@ -54,7 +54,7 @@ from ckptstore.stores._posix import (
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.local_errors import local_error
-from ckptstore.stores.mounts import Ground, Patience, Way
+from ckptstore.stores.mounts import Ground, Lag, Way
 from ckptstore.stores.space import Space, space_of
 
 _SCRATCH = re.compile(r".*\.tmp-[0-9a-f]{16}")
@@ -79,7 +79,7 @@ class LocalStore(Store):
         self._root = os.path.abspath(os.fspath(root))
         self._ground = Ground(self._root, single_writer=single_writer)
         self._folders = Folders(self._root, self._ground)
-        self._patience = Patience()
+        self._lag = Lag()
 
     @property
     def root(self) -> str:
@@ -187,7 +187,7 @@ class LocalStore(Store):
             if parse_content_key(key) is None:
                 self._folders.refresh(folder)  # it may come, change and go, and others decide by what they see
             else:
-                for wait in self._patience.waits(folder):
+                for wait in self._lag.waits(folder):
                     with suppress(FileNotFoundError):
                         return look(path)
                     time.sleep(wait)

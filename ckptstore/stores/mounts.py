@@ -143,7 +143,7 @@ def _judge(kind: str, source: str) -> Mount:
     return Mount(kind, network=network, own=kind in _OWN, weak=tuple(weak))
 
 
-class Patience:
+class Lag:
     """How long a name that has to be there is waited for, on a mount whose kernel remembers that it was not."""
 
     LOOKS = (0.0, 0.05, 0.15, 0.4, 1.0, 2.4)
