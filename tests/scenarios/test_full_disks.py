@@ -46,12 +46,35 @@ def test_a_save_that_does_not_fit(mount: Mount) -> None:
             repo.save(2, state)
         assert caught.value.errno == errno.ENOSPC
         assert str(folder) in str(caught.value)
-        assert "bytes are needed" in str(caught.value)
+        assert "MiB are needed" in str(caught.value)
         assert used(folder) < before + MIB
         assert_same(state, same)
         assert repo.epochs() == [1]
         assert_same(repo.checkpoint(1).load(), noise(1, 10))
         repo.save(2, noise(3, 5))
+        assert repo.verify().ok
+
+
+def test_the_last_save_of_a_run(mount: Mount) -> None:
+    """21: where the oldest epochs may go to make room, as many do as are needed, and the last good one never."""
+    folder = mount("size=26m")
+    with ckptstore.open(folder / "r", chunk_size=MIB, on_full="oldest") as repo:
+        for epoch in (1, 2):
+            repo.save(epoch, noise(epoch, 8))
+        repo.save(3, noise(3, 12))
+        assert repo.epochs() == [2, 3]
+        with pytest.raises(StoreFullError):
+            repo.save(4, noise(4, 20))
+        assert repo.epochs()[-1] == 3
+        assert_same(repo.checkpoint(3).load(), noise(3, 12))
+        assert repo.verify().ok
+    folder = mount("size=26m")
+    with ckptstore.open(folder / "r", chunk_size=MIB) as repo:  # by default no epoch goes that the policy keeps
+        for epoch in (1, 2):
+            repo.save(epoch, noise(epoch, 8))
+        with pytest.raises(StoreFullError):
+            repo.save(3, noise(3, 12))
+        assert repo.epochs() == [1, 2]
         assert repo.verify().ok
 
 
