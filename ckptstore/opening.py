@@ -63,8 +63,9 @@ def open(  # noqa: A001 (used as ckptstore.open)
         retry: how transient failures are retried.
         keep: after each save, prune what this policy does not keep.
         create: False to open only what exists; then nothing is written until you save.
-        unsafe_single_writer: accept a store that ignores conditional puts. Then two writers at the same time *can*
-            destroy each other's commit: you promise that there is one.
+        unsafe_single_writer: accept a store that ignores conditional puts, or a folder on a mount without hard links
+            and the like. Then two writers at the same time *can* destroy each other's commit: you promise that there
+            is one.
         chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
         codec: "auto" (per byte plane, by a sample), "raw" or "max".
         concurrency: requests at once; default by kind of store.

@@ -48,8 +48,8 @@ def open_store(
         storage_options: for s3fs or gcsfs: endpoint, credentials, time-outs, ...
         retry: how long to go on after failures that may pass.
         concurrency: how many requests at once; by default what the store takes with profit.
-        unsafe_single_writer: on s3 and gs, do without conditional puts. Only for servers that lack them, and
-            only where one process at a time writes.
+        unsafe_single_writer: do without conditional puts. Only for servers and mounts that lack them, and only where
+            one process at a time writes.
         on_event: told of every call, retries included.
         on_retry: told of every failed call that is tried again, before the wait.
         transport: "fsspec" or "obstore", for s3 and gs; by default the faster one that takes all options.

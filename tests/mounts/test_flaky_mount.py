@@ -152,6 +152,19 @@ def test_errors_that_come_late(mount: FlakyMount, op: str, code: int) -> None:
         check(repo, 2)
 
 
+@pytest.mark.parametrize("code", PASSING)
+def test_lost_replies_without_hard_links(tmp_path: Path, code: int) -> None:
+    """Where names are given by renames, one that was done although it failed is a success; another is retried."""
+    with FlakyMount(tmp_path, Habits(hard_links=False)) as mount, ckptstore.open(mount.path, retry=QUICK) as repo:
+        assert repo.store.traits.create_only == "rename"
+        for epoch, (done, after) in enumerate(((True, 0), (True, 2), (False, 0), (False, 2)), 1):
+            mount.fail("rename", code, done=done, after=after, times=2 if code == errno.ESTALE and not done else 1)
+            cycle(repo, epoch)
+            assert mount.fired()[-1] > 0
+            mount.heal()
+        assert debris(mount) == []
+
+
 def test_the_server_dies(mount: FlakyMount) -> None:
     """A mount whose server is gone (ENOTCONN) is a typed error, never "no checkpoint"; what was saved is there."""
     with ckptstore.open(mount.path, retry=QUICK) as repo:
