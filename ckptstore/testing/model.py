@@ -164,5 +164,6 @@ class Model:
         return list(dict.fromkeys(found))
 
     def expected_objects(self) -> set[str]:
-        """What a repository without debris holds: the marker, what the epochs need, and what is not ours."""
-        return {keys.MARKER}.union(self.foreign, *(self.needs(epoch) for epoch in self.seeds))
+        """What a repository without debris holds: the marker, a reserve maybe, what epochs need, what is not ours."""
+        reserve = [info.key for info in self.store.list(keys.RESERVE)]
+        return {keys.MARKER}.union(reserve, self.foreign, *(self.needs(epoch) for epoch in self.seeds))

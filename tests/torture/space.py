@@ -32,6 +32,7 @@ KEEP = 2
 EPOCHS = 8
 STEP = 24 * 1024  # bytes from one size to the next
 LARGEST = 1400 * 1024  # bytes: enough for KEEP + 1 epochs and then some
+WIDE = range(LARGEST, 5000 * 1024, 200 * 1024)  # up to what has room for a reserve as well
 INODES = range(4, 64, 4)
 MODES: tuple[Mode, ...] = ("once", "stays", "half")
 ROOMY = "size=16m,nr_inodes=4000"
@@ -56,6 +57,7 @@ class FullDisk:
         self.room = True
         """Until this is False, nothing fails and nothing is counted."""
         self.calls = 0
+        self.hits = 0
         self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
@@ -91,6 +93,7 @@ class FullDisk:
             return self.calls == self.at or (self.mode == "stays" and self.calls > self.at)
 
     def _raise(self) -> None:
+        self.hits += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -130,6 +133,7 @@ def _case(work: Work, step: str, folder: Path, disk: FullDisk) -> None:
     disk.room = False
     _save(work, step, store, ledger, 3, 1, room=False, look=False)
     disk.room = True
+    work.count(faults=disk.hits)
     ledger.look(step)
     for epoch in (3, 4) if 3 not in ledger.done else (4,):
         _save(work, f"{step}, then epoch {epoch}", store, ledger, epoch, 2, room=True)
@@ -146,7 +150,7 @@ def on_tmpfs(work: Work) -> None:
     if reason is not None:
         work.note(f"small file systems left out, because {reason}")
         return
-    options = [f"size={size},nr_inodes=4000" for size in range(STEP, LARGEST, STEP)]
+    options = [f"size={size},nr_inodes=4000" for size in (*range(STEP, LARGEST, STEP), *WIDE)]
     options += [f"size=16m,nr_inodes={number}" for number in INODES]
     if work.size:
         options = work.dice("tmpfs").sample(options, min(work.size, len(options)))
@@ -166,7 +170,8 @@ def _fill(work: Work, step: str, folder: Path) -> None:
             _remount(folder, ROOMY)
         for epoch in range(1, EPOCHS + 1):
             number = epoch + (version - 1) * EPOCHS
-            _save(work, f"{step}, epoch {number}", store, ledger, number, version, room=version == 2)
+            full = not _save(work, f"{step}, epoch {number}", store, ledger, number, version, room=version == 2)
+            work.count(faults=int(full))
     ledger.sweep(step)
     if sorted(ledger.done)[-1:] != [2 * EPOCHS]:
         work.blame("other", step, "there is room again, and nothing can be saved")
@@ -174,15 +179,14 @@ def _fill(work: Work, step: str, folder: Path) -> None:
 
 def _save(
     work: Work, step: str, store: LocalStore, ledger: Ledger, epoch: int, version: int, *, room: bool, look: bool = True
-) -> None:
-    """Save, and look; a full disk must be told as such, and only where there is no ``room``."""
+) -> bool:
+    """Save, and look; whether it was saved. A full disk must be told as such, and only where there is no ``room``."""
     work.count(attempts=1)
     ledger.begun.add((epoch, version))
     try:
         repo = Repository(store, chunk_size=CHUNK, keep=KeepLast(KEEP))
         repo.save(epoch, content(epoch, version), {"version": version})
     except StoreFullError as error:
-        work.count(faults=1)
         ledger.refuse(type(error).__name__)
         if room:
             work.blame("other", step, f"there is room, and still: {error!r}")
@@ -195,6 +199,7 @@ def _save(
         ledger.commit(epoch, version)
     if look:
         ledger.look(step)
+    return ledger.done.get(epoch) == version
 
 
 def no_mounts(folder: Path) -> str | None:

@@ -19,7 +19,7 @@ from ckptstore.testing.machine import RepositoryMachine
 from tests.torture.work import Work
 
 STEPS_A_RUN = 50
-RUNS = 10  # in a row; then the dice are thrown anew
+RUNS = 40  # in a row; then the dice are thrown anew
 
 
 def run(work: Work) -> None:

@@ -68,7 +68,7 @@ def test_campaigns_find_it(order: str, run: Callable[[Work], None], name: str, s
 @pytest.mark.kill
 def test_the_real_order_passes(tmp_path: Path) -> None:
     """Nothing is lost by the real one, and what passed was really tried."""
-    runs = {"stateful": (stateful.run, 120), "kills": (kill_on_a_folder, 8), "race": (race_on_a_folder, 1)}
+    runs = {"stateful": (stateful.run, 300), "kills": (kill_on_a_folder, 8), "race": (race_on_a_folder, 1)}
     for name, (run, size) in {**runs, "damage": (damage.run, 30), "enospc": (space.at_every_write, 4)}.items():
         (tmp_path / name).mkdir()
         tally = tally_of(run, name, size, tmp_path / name)
