@@ -37,6 +37,7 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
+from ckptstore.preemption import Preemption, on_preemption
 from ckptstore.preflight import Preflight
 from ckptstore.reader import Problem
 from ckptstore.repository import Repository
@@ -76,6 +77,7 @@ __all__ = [
     "ObjectNotFoundError",
     "OutcomeUnknownError",
     "Policy",
+    "Preemption",
     "Preflight",
     "Problem",
     "PruneReport",
@@ -98,6 +100,7 @@ __all__ = [
     "TransactionError",
     "TransientError",
     "VerifyReport",
+    "on_preemption",
     "open",
 ]
 

@@ -248,6 +248,16 @@ class Background:
                     self._turn.notify_all()
         return handle
 
+    @property
+    def in_flight(self) -> SaveHandle | None:
+        """The save whose state is being copied, or that is being written; none in a forked child."""
+        if os.getpid() != self._pid:
+            return None
+        staging, current = self._staging, self._current
+        if staging is not None:
+            return staging[0]
+        return current if current is not None and not current.done() else None
+
     def settle(self) -> None:
         """Wait for the save in flight, and raise its error if nobody has heard of it."""
         self._begin_process_after_fork()

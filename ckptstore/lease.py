@@ -104,6 +104,7 @@ class HeldLease:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._patience = Patience()
+        self._released = False
         self._thread: threading.Thread | None = None
         self.lapsed = False
         self.renewed = 0.0  # the store's time of the last put
@@ -128,8 +129,12 @@ class HeldLease:
 
     def start(self) -> None:
         """Start the heartbeat."""
-        self._thread = threading.Thread(target=self._beat, name="ckptstore-lease", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._beat, name="ckptstore-lease", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:  # too many threads, or the interpreter is exiting: the commit renews it then
+            log.warning("the lease of this save is not renewed while it runs: %s", error)
 
     def renew_if_due(self) -> bool:
         """Renew the lease unless that was done less than a heartbeat ago, by a clock that also counts sleep.
@@ -163,14 +168,17 @@ class HeldLease:
     def release(self) -> None:
         """Stop the heartbeat and remove the lease."""
         self.stop()
-        self._store.delete(self._key)
+        with self._lock:
+            self._released = True
+            self._store.delete(self._key)
 
     def abandon(self) -> None:
-        """Stop the heartbeat and say that the attempt has ended, so that the next one can adopt it."""
+        """Stop the heartbeat and say that the attempt has ended, so that the next one can adopt it. Any thread may."""
         self.stop()
         with self._locked(JOIN_SECONDS):
-            self.lease = msgspec.structs.replace(self.lease, state="abandoned")
-            self._put()
+            if not self._released:
+                self.lease = msgspec.structs.replace(self.lease, state="abandoned")
+                self._put()
 
     def stop(self) -> None:
         self._stop.set()

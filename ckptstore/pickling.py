@@ -31,6 +31,7 @@ _PUBLIC = {
     "us_east_1_regional_endpoint", "use_accelerate_endpoint", "use_dualstack_endpoint", "use_ssl", "verify",
     "version_aware",
 }  # fmt: skip
+_NESTED = {"client_kwargs", "config_kwargs", "retries", "s3"}
 _WAYS = ("anon", "browser", "cache", "cloud", "google_default")  # values of gcsfs' ``token`` that are no token
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -40,9 +41,11 @@ def public(options: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], 
     kept: dict[str, Any] = {}
     left: list[str] = []
     for name, value in options.items():
-        if name in _PUBLIC and isinstance(value, Mapping):
-            kept[name], inner = public(value, f"{path}{name}.")
-            left += inner
+        if name in _NESTED and isinstance(value, Mapping):
+            inner, left_inside = public(value, f"{path}{name}.")
+            left += left_inside
+            if inner:
+                kept[name] = inner
         elif name in _PUBLIC and isinstance(value, _PLAIN) and _is_public(name, value):
             kept[name] = value
         else:
@@ -89,6 +92,8 @@ class Opener:
         except BaseException:
             store.close()
             raise
+        if "://" not in self._url:
+            self._url = os.path.abspath(self._url)  # now: a child, or this process later, may stand elsewhere
         repo._opener = self
         return repo
 
@@ -99,10 +104,9 @@ class Opener:
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept, left = public(self._store.get("storage_options") or {})
-        url = self._url if "://" in self._url else os.path.abspath(self._url)
         # Callbacks belong to their process.
         store = {**self._store, "storage_options": kept or None, "on_event": None, "on_retry": None}
-        return _unpack, (self._make, url, store, self._repository, left)
+        return _unpack, (self._make, self._url, store, self._repository, left)
 
 
 def _unpack(

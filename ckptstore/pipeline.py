@@ -5,6 +5,7 @@ zstd, BLAKE3, NumPy copies and sockets all release the GIL, so plain threads ove
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -24,7 +25,6 @@ _SMALLEST_ROOM = 64 * 1024
 T = TypeVar("T")
 R = TypeVar("R")
 Progress = Callable[[int, int], None]
-Stage = tuple[ThreadPoolExecutor, Callable[[Any], Any]]
 
 
 def cores() -> int:
@@ -33,6 +33,31 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
         return os.cpu_count() or 1
+
+
+def pools_have_ended() -> bool:
+    """Whether the interpreter is exiting and thread pools refuse new work: they do before ``atexit`` hooks run."""
+    return bool(getattr(concurrent.futures.thread, "_shutdown", False))
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads that share work; in an ``atexit`` hook, when pools take none any more, the caller does it itself."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            if not pools_have_ended():
+                raise
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 (handed on, as a thread would)
+            future.set_exception(error)
+        return future
+
+
+Stage = tuple[Pool, Callable[[Any], Any]]
 
 
 class Meter:
@@ -88,7 +113,7 @@ class Rooms:
 def side_by_side(threads: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The result of ``work`` for each item. An error or an interrupt ends the waits of all."""
     patience = Patience()
-    pool = ThreadPoolExecutor(threads, "ckptstore-io", adopt, (patience,))
+    pool = Pool(threads, "ckptstore-io", adopt, (patience,))
     try:
         with current().telling(patience.end):
             jobs = [pool.submit(work, item) for item in items]
@@ -175,8 +200,8 @@ class Pipeline:
 
         pool.submit(run)
 
-    def _pool(self, threads: int, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=adopt, initargs=(self._patience,))
+    def _pool(self, threads: int, name: str) -> Pool:
+        return Pool(threads, thread_name_prefix=name, initializer=adopt, initargs=(self._patience,))
 
     def close(self) -> None:
         """Stop the intake and wait until no job runs any more. Those that wait for another attempt give up."""

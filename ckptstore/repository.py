@@ -21,6 +21,7 @@ from ckptstore.errors import (
 )
 from ckptstore.failures import MAX_FAILURES, Failures, OnError
 from ckptstore.fence import Fence
+from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
@@ -67,6 +68,7 @@ class Repository(Removing, Preflights, Portable):
         self._codec = options.check_codec(codec)
         self._background_cores = options.check_background_cores(background_cores)
         self._background = Background(store.traits.url, options.check_exit_timeout(exit_timeout))
+        self._flights = Flights(self._background)
         reserve = ReserveStore(store)
         self._catalog = Catalog(reserve)
         self._fence = Fence(self._catalog, options.check_run_id(run_id))
@@ -150,7 +152,8 @@ class Repository(Removing, Preflights, Portable):
                 checkpoint: Checkpoint = txn.commit()
             return checkpoint
 
-        outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt))
+        with self._flights.call():
+            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt))
         return outcome if isinstance(outcome, Checkpoint) else None
 
     def save_async(
@@ -237,7 +240,9 @@ class Repository(Removing, Preflights, Portable):
         if not commits and self._has_saved:  # a listing with commits shows as well that the place has not vanished
             self._foundation.require(restore=True)
         plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, self._fence, cores, self._pace)
-        return Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
+        txn = Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
+        self._flights.add(txn)
+        return txn
 
     # ---- reading -------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class SpillRepository(Repository):
                     repo.close()
                     raise InvalidArgumentError(f"spill is the same repository ({self.url}): use another store")
                 self._opened = repo
+                self._flights.others.append(repo._flights)
             return self._opened
 
     def _save(self, work: Work, cores: int | None = None) -> Checkpoint | Exception:

@@ -80,6 +80,9 @@ class Transaction:
         self._names: set[str] = set()
         self.on_full: Callable[[StoreFullError, int], None] | None = None  # told when all of it has been cleaned up
         self._state = "open"
+        self._abandoned = False
+        self.ended = False
+        """Whether it is through: committed, with all that follows, or given up."""
         self._generation = self._next_generation(commits)
         self._attempt = keys.new_attempt()
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
@@ -231,7 +234,10 @@ class Transaction:
         entries = self.settle()
         with self.tally.timed("commit"):
             manifest = self._commit(tuple(entries))
-        return self._on_commit(manifest, self.tally)
+        try:
+            return self._on_commit(manifest, self.tally)
+        finally:
+            self.ended = True
 
     def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         manifest = self._manifest(entries)
@@ -277,6 +283,16 @@ class Transaction:
             self._writer.close()
             self._lease.stop()
             remove_attempt(self._catalog, self._attempt, "its save was aborted")
+        self.ended = True
+
+    def abandon(self) -> None:
+        """End it from another thread, because the process has to: what was sent is left to the next save of the epoch.
+
+        Nothing, if it is being committed or has ended. Raises StoreError where that could not be said on the store.
+        """
+        if self._state in ("open", "failed") and not self.ended and not self._step.sent:
+            self._abandoned, self._state = True, "abandoned"
+            self._lease.abandon()
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: clean up, or leave all for the next attempt to adopt; never hide ``error``.
@@ -285,24 +301,34 @@ class Transaction:
         this epoch sends only what is missing. A full store is another matter: there the space counts. Once the
         manifest was sent it may still land, even after an interrupt: then everything must stay.
         """
-        if self._state in ("committed", "aborted") or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return  # a forked child must not end what its parent is doing
-        keep = self._step.sent or (
-            isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
-        )
+        if self._state in ("committed", "aborted"):
+            self.ended = True
+            return
         try:
-            if keep:
-                self._state = "aborted"
-                self._writer.close()
-                self._lease.abandon()
-            else:
-                self._state = "failed"
-                self.abort()
+            self._clean_up(error)
         except (CkptStoreError, OSError) as second:
             self._lease.stop()
             log.warning("cleaning up after a failed save failed too and is left to gc: %s", second)
+        finally:
+            self.ended = True
         if isinstance(error, StoreFullError) and self.on_full is not None:
             self.on_full(error, self.epoch)
+
+    def _clean_up(self, error: BaseException) -> None:
+        keep = self._step.sent or (
+            isinstance(error, (StoreError, OutcomeUnknownError)) and not isinstance(error, StoreFullError)
+        )
+        if self._abandoned:
+            self._writer.close()
+        elif keep:
+            self._state = "aborted"
+            self._writer.close()
+            self._lease.abandon()
+        else:
+            self._state = "failed"
+            self.abort()
 
     def __enter__(self) -> Transaction:
         return self
@@ -318,7 +344,8 @@ class Transaction:
                 raise
         elif error is not None:
             self._give_up(error)
-        elif self._state == "failed":
-            failed = TransactionError(f"epoch {self.epoch} was not committed: a write failed before", epoch=self.epoch)
+        elif self._state == "failed" or self._abandoned:
+            why = "the process was told to end" if self._abandoned else "a write failed before"
+            failed = TransactionError(f"epoch {self.epoch} was not committed: {why}", epoch=self.epoch)
             self._give_up(failed)
             raise failed

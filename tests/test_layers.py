@@ -21,9 +21,9 @@ FLOORS: dict[float, set[str]] = {
     1: {"codecs", "pace", "pipeline", "staging", "stores"},
     2: {"known", "writer", "reader"},
     3: {
-        "background", "catalog", "checkpoint", "claim", "commit", "exiting", "failures", "fence", "foundation",
-        "lease", "opening", "options", "pickling", "preflight", "reclaim", "removing", "repository", "rescue",
-        "retention", "spill", "sweep", "transaction", "verify",
+        "background", "catalog", "checkpoint", "claim", "commit", "exiting", "failures", "fence", "flights",
+        "foundation", "lease", "opening", "options", "pickling", "preemption", "preflight", "reclaim", "removing",
+        "repository", "rescue", "retention", "spill", "sweep", "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

@@ -6,7 +6,7 @@ import math
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,59 @@ import numpy as np
 from ckptstore import Repository, keys
 from ckptstore.catalog import Catalog
 from ckptstore.manifest import Manifest
+from ckptstore.stores import MemoryStore
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
 
 CHUNK = 64 * 1024
 State = dict[str, dict[str, Any]]
+
+
+class Clock:
+    """The store's clock. It stands still unless it is told to go."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def go(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Interfering(MemoryStore):
+    """Calls ``interfere`` once, right before or after the first call that ``at`` picks."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        super().__init__(clock=inner._clock)
+        self._space = inner._space
+        self.at: Callable[[str, str], bool] = lambda verb, key: False
+        self.after = True
+        self.interfere: Callable[[], object] | None = None
+
+    def _hook(self, verb: str, key: str, after: bool) -> None:
+        if self.interfere is not None and self.after == after and self.at(verb, key):
+            act, self.interfere = self.interfere, None
+            act()
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+        self._hook("put", key, False)
+        super().put(key, data, if_absent=if_absent)
+        self._hook("put", key, True)
+
+    def info(self, key: str) -> Any:
+        self._hook("info", key, False)
+        try:
+            return super().info(key)
+        finally:
+            self._hook("info", key, True)
+
+    def list(self, prefix: str = "", *, partial: bool = False) -> Any:
+        self._hook("list", prefix, False)
+        found = tuple(super().list(prefix, partial=partial))
+        self._hook("list", prefix, True)
+        return iter(found)
 
 
 def make_state(seed: int, *, items: int = 12_000) -> State:

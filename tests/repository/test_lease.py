@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,20 +14,16 @@ from ckptstore.stores import MemoryStore
 from ckptstore.stores.base import Store
 from ckptstore.testing import CrashStore, Fault, FaultStore, SimulatedCrash
 from ckptstore.transaction import Transaction
-from tests.repository.helpers import assert_no_debris, assert_same, contents, keys_of, make_state, open_repo
-
-
-class Clock:
-    """The store's clock. It stands still unless it is told to go."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def go(self, seconds: float) -> None:
-        self.now += seconds
+from tests.repository.helpers import (
+    Clock,
+    Interfering,
+    assert_no_debris,
+    assert_same,
+    contents,
+    keys_of,
+    make_state,
+    open_repo,
+)
 
 
 @pytest.fixture
@@ -197,40 +192,6 @@ def test_a_zombie_cannot_commit(store: MemoryStore, clock: Clock, grace: float) 
     repo.gc(grace=0)
     assert_no_debris(store)
     assert repo.verify().ok
-
-
-class Interfering(MemoryStore):
-    """Calls ``interfere`` once, right before or after the first call that ``at`` picks."""
-
-    def __init__(self, inner: MemoryStore) -> None:
-        super().__init__(clock=inner._clock)
-        self._space = inner._space
-        self.at: Callable[[str, str], bool] = lambda verb, key: False
-        self.after = True
-        self.interfere: Callable[[], object] | None = None
-
-    def _hook(self, verb: str, key: str, after: bool) -> None:
-        if self.interfere is not None and self.after == after and self.at(verb, key):
-            act, self.interfere = self.interfere, None
-            act()
-
-    def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
-        self._hook("put", key, False)
-        super().put(key, data, if_absent=if_absent)
-        self._hook("put", key, True)
-
-    def info(self, key: str) -> Any:
-        self._hook("info", key, False)
-        try:
-            return super().info(key)
-        finally:
-            self._hook("info", key, True)
-
-    def list(self, prefix: str = "", *, partial: bool = False) -> Any:
-        self._hook("list", prefix, False)
-        found = tuple(super().list(prefix, partial=partial))
-        self._hook("list", prefix, True)
-        return iter(found)
 
 
 STEPS = [
