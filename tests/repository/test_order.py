@@ -72,7 +72,7 @@ def test_what_latest_says_can_be_loaded(kind: str, fast_folder: Path, request: p
     bucket = request.getfixturevalue("s3") if kind == "s3" else None
     url = bucket.url() if bucket else str(fast_folder / "repo")
     options = bucket.storage_options if bucket else None
-    rounds = 12 if bucket else 30
+    rounds = 8 if bucket else 30
     stop = threading.Event()
     seen: list[int] = []
 

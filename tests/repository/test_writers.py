@@ -405,6 +405,7 @@ def test_an_expired_lease_holds_nothing_back(store: MemoryStore, clock: Clock, a
         repo.delete(1)
         repo.save(2, {"m": 1}, replace=True)
     assert not chunks & set(keys_of(store))
+    assert keys.condemned_key(txn._attempt) in keys_of(store)  # the flag first: else it might commit amid the sweep
     with pytest.raises(TransactionError, match="cleaned up"):
         txn.commit()
     txn._give_up(TransactionError("as leaving the block does"))
