@@ -55,6 +55,8 @@ class ReserveStore(Store):
             try:
                 self._inner.info(keys.RESERVE)
             except ObjectNotFoundError:
+                if not self._is_a_repository():
+                    return
                 self._put()
             except CkptStoreError as error:
                 log.debug("no look at the reserve: %s", error)
@@ -62,6 +64,14 @@ class ReserveStore(Store):
             self._looked = True
         elif space is None:
             self._looked = True
+
+    def _is_a_repository(self) -> bool:
+        """Where a mount has vanished nothing is written: it would look like a place again."""
+        try:
+            self._inner.info(keys.MARKER)
+        except CkptStoreError:
+            return False
+        return True
 
     def _put(self) -> None:
         try:

@@ -204,7 +204,10 @@ def test_a_pickle_asks_nothing_and_says_when_the_place_is_gone(tmp_path: Path) -
     with ckptstore.open(tmp_path / "repo", run_id="run") as repo:
         repo.save(1, tiny_state(1))
         data = pickle.dumps(repo)
+    plain = ckptstore.open(tmp_path / "repo")  # before its first save
     (tmp_path / "repo").rename(tmp_path / "elsewhere")
+    with pytest.raises(ckptstore.RepositoryNotFoundError):
+        plain.save(2, tiny_state(2))
     with pickle.loads(data) as again:
         for act in (again.latest, again.epochs, lambda: again.save(2, tiny_state(2))):
             with pytest.raises(ckptstore.RepositoryNotFoundError):
