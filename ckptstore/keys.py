@@ -9,7 +9,7 @@
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
     attempts/<attempt>/chunks/<digest>        frame of one chunk
-    reserve/space                             room set aside on a disk for commits and clean-ups
+    reserve/1/2/3/4/space                     room set aside on a disk for commits and clean-ups
 
 Keys that match none of these forms are foreign: ignored by readers, never deleted by us.
 """
@@ -28,7 +28,7 @@ LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
 PROBES = "probes/"
-RESERVE = "reserve/space"
+RESERVE = "reserve/1/2/3/4/space"  # its folders are a reserve too: of files (inodes)
 
 MAX_EPOCH = 2**63 - 1
 MAX_GENERATION = 999_999

@@ -210,9 +210,13 @@ def what_may_go(deletable: Mapping[int, int]) -> str:
     return f"delete epoch {', '.join(shown)}{total}"
 
 
-def human(nbytes: int) -> str:
+def human(nbytes: float) -> str:
     """Bytes for a message."""
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.1f} GiB"
+    for unit in ("MiB", "GiB"):
+        nbytes /= 1024 if unit == "GiB" else 1024 * 1024
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} TiB"
 
 
 class _Scales(MemoryStore):

@@ -113,6 +113,7 @@ class Reclaim:
         Nothing that fails here hides why space is needed: it is logged, and ends the steps.
         """
         if self.on_full == "raise":
+            yield 0
             return
         try:
             freed = self.sweep()

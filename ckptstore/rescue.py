@@ -104,8 +104,11 @@ class Rescue:
 
     def _after_full(self, error: StoreFullError, epoch: int) -> None:
         if self._reclaim.on_full != "raise":
-            freed = self._reclaim.sweep()
-            log.info("%s is full: removed %d bytes of debris", self._catalog.store.traits.url, freed)
+            try:
+                freed = self._reclaim.sweep()
+                log.info("%s is full: removed %d bytes of debris", self._catalog.store.traits.url, freed)
+            except (CkptStoreError, OSError) as second:  # never in place of the error that it is about
+                log.warning("removing debris failed: %s", second)
         self._explain(error, epoch)
 
     def _save(self, begin: Begin, work: Work) -> Checkpoint:
@@ -130,17 +133,27 @@ class Rescue:
         needed = self._measured(work)
         if needed is None or not lacking(store, needed, 0):
             return None
-        holdings = Holdings(self._catalog)
-        # Whatever is unreached may be what this save adopts.
-        if not lacking(store, needed, holdings.unreached):
-            return None
-        if holdings.legible:
+        if self._hopeless(work, needed):
+            error = StoreFullError("nothing was written", epoch=work.epoch, errno=errno.ENOSPC)
+            self._explain(error, work.epoch, needed)
+            raise error
+        # Whatever no checkpoint reaches may be what this save adopts.
+        return needed if lacking(store, needed, Holdings(self._catalog).unreached) else None
+
+    def _hopeless(self, work: Work, needed: int) -> bool:
+        """Whether it cannot fit, not even when all is gone that may go. If so, nothing should."""
+        store = self._catalog.store
+        if not lacking(store, needed, 0):
+            return False
+        try:
+            holdings = Holdings(self._catalog)
             more = holdings.unreached + self._reclaim.within_reach(work.epoch, holdings)
-            if lacking(store, needed, more + more // 16):  # files take a little more than their length
-                error = StoreFullError("nothing was written", epoch=work.epoch, errno=errno.ENOSPC)
-                self._explain(error, work.epoch, needed)
-                raise error
-        return needed
+        except Exception as error:  # noqa: BLE001 (also of a policy of the user's)
+            log.warning("what could be freed is unknown: %s", error)
+            return False
+        return holdings.legible and lacking(
+            store, needed, more + more // 16
+        )  # files take a little more than their length
 
     def _measured(self, work: Work) -> int | None:
         size, codec = self._form
@@ -153,6 +166,9 @@ class Rescue:
     def _again(self, begin: Begin, work: Work, full: StoreFullError, needed: int | None) -> Checkpoint:
         """Make room, a step at a time, and try again when it may be enough."""
         store = self._catalog.store
+        if needed is not None and self._hopeless(work, needed):
+            self._explain(full, work.epoch, needed)
+            raise full
         reserve = self._reserve.release()
         self._pace.spare_room = True
         for step, freed in enumerate(self._reclaim.steps(work.epoch)):

@@ -18,6 +18,7 @@ from ckptstore.cli._common import Debug, say
 from ckptstore.cli.bench import bench
 from ckptstore.cli.demo import demo
 from ckptstore.cli.ls import ls
+from ckptstore.cli.preflight import preflight
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
 from ckptstore.cli.show import show
@@ -53,6 +54,8 @@ _WORDS = (
     ("put them into storage_options", "give them by environment or --option"),
     ("storage_options are", "--option is"),
     ("in storage_options", "given by --option"),
+    ("or unsafe_single_writer=True", "or --unsafe-single-writer"),
+    (', or open it with on_full="oldest"', ""),
 )
 
 # Typer carries its own copy of click in newer versions; this is the usage error of whichever it uses.
@@ -81,7 +84,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ls, show, save, restore, verify, bench, demo):
+for _command in (ls, show, save, restore, verify, preflight, bench, demo):
     # Typer keeps the line breaks of a docstring; a terminal has its own width.
     _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)

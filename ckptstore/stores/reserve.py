@@ -46,7 +46,9 @@ class ReserveStore(Store):
     def make(self) -> None:
         """Set the reserve aside, unless it is there or the place is too small. Never fails; once made, costs nothing.
 
-        Random bytes, which no file system can compress or leave as a hole.
+        Random bytes, which no file system can compress or leave as a hole. The folders of its key count: where
+        there is a limit on files, releasing it gives six of them back, as the flag of a clean-up and the index and
+        manifest of a commit need at most (a folder, a scratch file, and on tmpfs a link, at a time).
         """
         if self._looked:
             return
@@ -133,4 +135,4 @@ class ReserveStore(Store):
 def _spacious(space: Space) -> bool:
     """Whether the reserve would leave some room for what it is meant to protect."""
     room, files = space.room, space.room_for_files
-    return (room is None or room >= 4 * SIZE) and (files is None or files >= 8)
+    return (room is None or room >= 4 * SIZE) and (files is None or files >= 16)
