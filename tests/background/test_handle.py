@@ -263,7 +263,9 @@ def test_errors_are_raised_by_result(caplog: pytest.LogCaptureFixture) -> None:
         assert handle.wait(SECONDS)
     assert "epoch 7" in caplog.text  # logged when it happened, whether or not anybody asks
     for _ in range(3):
-        with pytest.raises(StoreFullError, match=r"background save of epoch 7 to memory:.* failed: .*no space") as caught:
+        with pytest.raises(
+            StoreFullError, match=r"background save of epoch 7 to memory:.* failed: .*no space"
+        ) as caught:
             handle.result()
         assert caught.value.epoch == 7
     assert handle.stage == "failed"

@@ -16,7 +16,7 @@ from ckptstore import errors, manifest
 from ckptstore.cli._app import exit_code, message_of
 from tests.cli.conftest import Run, chunks_of, flip
 
-COMMANDS = ("ls", "show", "save", "restore", "verify", "bench", "demo")
+COMMANDS = ("ls", "show", "save", "restore", "verify", "preflight", "bench", "demo")
 
 
 # ---- the command itself ----------------------------------------------------------------------------------------
@@ -412,3 +412,35 @@ def test_verify_names_each_damaged_object(run: Run, state_repo: Path) -> None:
     assert gone.json["epochs"][-1]["problems"] == [
         {"key": chunk.relative_to(state_repo).as_posix(), "reason": "is missing"}
     ]
+
+
+# ---- preflight -------------------------------------------------------------------------------------------------
+
+
+def test_preflight_tells_whether_a_save_would_work(run: Run, state_repo: Path, files: dict[str, Path]) -> None:
+    """Of bytes or files, in a repository; exit code 5 if it will not fit, with the reason."""
+    good = run("preflight", state_repo, *files.values())
+    assert good.code == 0
+    assert good.out.startswith("ok")
+    assert "conditional puts        honoured" in good.out
+    answer = run("preflight", state_repo, "--bytes", 10**15, "--json")
+    assert answer.code == 5
+    assert (answer.json["ok"], answer.json["bytes_state"]) == (False, 10**15)
+    assert "are free" in answer.json["reason"]
+    bad = run("preflight", state_repo, "--bytes", 10**15)
+    assert bad.out.startswith("not ok")
+    assert "on_full" not in bad.out
+
+
+def test_preflight_of_a_place_that_has_no_repository_yet(run: Run, tmp_path: Path) -> None:
+    """It says whether one could be made, and leaves no file."""
+    answer = run("preflight", tmp_path / "new", "--json")
+    assert (answer.code, answer.json["writable"]) == (0, True)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_preflight_of_files_that_are_not_there(run: Run, state_repo: Path) -> None:
+    """A mistyped name is said, and so is a question that contradicts itself."""
+    assert run("preflight", state_repo, "no-such-file").code == 3
+    assert run("preflight", state_repo, "x", "--bytes", 5).code == 1
+    assert run("preflight", state_repo, "--bytes", -5).code == 1
