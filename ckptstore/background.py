@@ -8,12 +8,14 @@ it is told by a :class:`SaveHandle`. An error that nobody fetched from there is 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from ckptstore import exiting, patience
@@ -65,7 +67,8 @@ class SaveHandle:
         self.forgiven = False
         self._begun = time.monotonic()
         self._pid = os.getpid()
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._boxes: list[SimpleQueue[None]] = []  # of those who wait
         self._stage: Stage = "staging"
         self._go = threading.Event()
         self._started = False
@@ -105,8 +108,7 @@ class SaveHandle:
                 raise TransactionError(
                     f"the save of epoch {self.epoch} runs in process {self._pid}: ask there", epoch=self.epoch
                 )
-            with self._condition:
-                patience.wait_for(self._condition, lambda: self._ended or until in self.seconds, timeout)
+            self._wait(until, timeout)
         return self._ended if until == "done" else until in self.seconds
 
     def result(self, timeout: float | None = None) -> Checkpoint | Any:
@@ -139,23 +141,39 @@ class SaveHandle:
 
     # ---- inside --------------------------------------------------------------------------------------------
 
+    def _wait(self, until: Moment, timeout: float | None) -> None:
+        """Without a lock: the save must not wait for one that an interrupted caller never gave back."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        box: SimpleQueue[None] = SimpleQueue()
+        self._boxes.append(box)
+        try:
+            while not self._ended and until not in self.seconds and (left := end - time.monotonic()) > 0:
+                with suppress(Empty):
+                    box.get(timeout=min(left, patience.TICK_SECONDS))
+        finally:
+            self._boxes.remove(box)
+
+    def _tell(self) -> None:
+        for box in list(self._boxes):
+            box.put(None)
+
     def _reach(self, moment: Moment) -> None:
-        with self._condition:
+        with self._lock:
             self.seconds[moment] = time.monotonic() - self._begun
             if moment != "done":
                 self._stage = moment
-            self._condition.notify_all()
+            self._tell()
 
     def _start(self) -> bool:
         """For the thread: whether it may begin, once ``save_async`` returns. False if the start was taken back."""
         self._go.wait()
-        with self._condition:
+        with self._lock:
             self._started = True
             return not self._ended
 
     def _take_back(self, error: BaseException) -> None:
         """The start of the thread failed or was interrupted: end the save, unless it is running all the same."""
-        with self._condition:
+        with self._lock:
             running = self._started
             if not running:
                 self._heard, self._error, self._stage, self._ended = True, error, "failed", True
@@ -167,7 +185,7 @@ class SaveHandle:
         return self
 
     def _finish(self, outcome: Checkpoint | Exception) -> None:
-        with self._condition:
+        with self._lock:
             if isinstance(outcome, Checkpoint):
                 self._checkpoint = outcome
             else:  # the log has it, and the run goes on
@@ -181,7 +199,7 @@ class SaveHandle:
         with suppress(BaseException):  # a log handler that fails must not keep anybody waiting for the end
             _explain(error, self.epoch, self.url)
             log.error("%s: %s", type(error).__name__, error)
-        with self._condition:
+        with self._lock:
             self._error = error
             self._stage = "failed"
             self._ended = True
@@ -189,7 +207,7 @@ class SaveHandle:
 
     def _reach_done(self) -> None:
         self.seconds["done"] = time.monotonic() - self._begun
-        self._condition.notify_all()
+        self._tell()
 
     def _hear(self) -> None:
         self._heard = True

@@ -6,13 +6,16 @@ in flight end with it (after a moment of grace), so a Ctrl-C in the main thread 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from ckptstore.errors import DeadlineError
+
+T = TypeVar("T")
 
 GRACE_SECONDS = 3.0
 """How long a call that is under way when its work is given up may take to end by itself."""
@@ -80,15 +83,13 @@ class _Endless(Patience):
         yield
 
 
-def wait_for(condition: threading.Condition, true: Callable[[], bool], seconds: float | None = None) -> bool:
-    """``condition.wait_for`` in pieces. The condition must be held."""
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    while not true():
-        left = end - time.monotonic()
-        if left <= 0:
-            return False
-        condition.wait(min(left, TICK_SECONDS))
-    return True
+def take(box: SimpleQueue[T]) -> T:
+    """The next entry of a queue, waited for in pieces."""
+    while True:
+        try:
+            return box.get(timeout=TICK_SECONDS)
+        except Empty:
+            pass
 
 
 _threads = threading.local()

@@ -9,14 +9,16 @@ import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.patience import TICK_SECONDS, Patience, adopt, current, wait_for
+from ckptstore.patience import Patience, adopt, current, take
 
 WINDOW = 128 * 1024 * 1024
 KEPT = WINDOW // 2
@@ -112,20 +114,14 @@ class Rooms:
 
 def side_by_side(threads: int, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """The result of ``work`` for each item. An error or an interrupt ends the waits of all."""
-    patience = Patience()
-    pool = Pool(threads, "ckptstore-io", adopt, (patience,))
-    try:
-        with current().telling(patience.end):
-            jobs = [pool.submit(work, item) for item in items]
-            waiting = {*jobs}
-            while waiting:
-                done, waiting = wait(waiting, TICK_SECONDS, FIRST_EXCEPTION)
-                for job in done:
-                    job.result()  # raises the error of one that failed, whatever the others are at
-            return [job.result() for job in jobs]
-    finally:
-        patience.end()
-        pool.shutdown(wait=True, cancel_futures=True)
+    with Pipeline(threads, cpu=1) as pipeline, current().telling(pipeline.give_up):
+        jobs = [pipeline.submit(0, (pipeline.io, partial(_given, work, item))) for item in items]
+        pipeline.finish()
+        return [job.result() for job in jobs]
+
+
+def _given(work: Callable[[T], R], item: T, _: None) -> R:
+    return work(item)
 
 
 class Pipeline:
@@ -133,6 +129,9 @@ class Pipeline:
 
     The first error stops the intake and is raised by the next ``submit`` or by ``finish``. Leaving the
     context waits until no job runs any more, so that nothing writes after the caller went on.
+
+    The caller's thread may be interrupted anywhere, also while it holds a lock of Python's own making (a condition, as
+    in ``concurrent.futures.wait``), which it then never gives back. So it shares none with the jobs, only queues.
     """
 
     def __init__(self, io: int, *, cpu: int | None = None, window: int = WINDOW) -> None:
@@ -142,8 +141,9 @@ class Pipeline:
         self._window = window
         self._in_flight = 0
         self._jobs: dict[Future[Any], int] = {}
-        self._changed = threading.Condition()
-        self._waiting = 0  # jobs whose first stage has not ended
+        self._ended: SimpleQueue[tuple[Future[Any], BaseException | None]] = SimpleQueue()
+        self._staged: SimpleQueue[None] = SimpleQueue()  # an entry for each first stage that has ended
+        self._waiting = 0  # first stages whose entry has not been taken
         self._stop = threading.Event()
 
     def submit(self, nbytes: int, *stages: Stage) -> Future[Any]:
@@ -152,30 +152,34 @@ class Pipeline:
         Blocks while more than the window's bytes are in flight. One job larger than the window runs alone.
         """
         while self._in_flight and self._in_flight + nbytes > self._window:
-            self._reap(FIRST_COMPLETED)
+            self._reap()
         done: Future[Any] = Future()
         self._jobs[done] = nbytes
         self._in_flight += nbytes
-        with self._changed:
-            self._waiting += 1
+        self._waiting += 1
         self._start(done, list(stages), None, first=True)
         return done
 
     def finish(self) -> None:
         """Wait for all jobs; raise the first error."""
         while self._jobs:
-            self._reap(FIRST_COMPLETED)
+            self._reap()
 
-    def _reap(self, when: str) -> None:
-        finished, _ = wait(self._jobs, TICK_SECONDS, when)
-        for job in finished:
-            self._in_flight -= self._jobs.pop(job)
-            job.result()
+    def _reap(self) -> None:
+        """Wait until a job has ended; raise its error."""
+        job, error = take(self._ended)
+        self._in_flight -= self._jobs.pop(job)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # it would hold this frame, and that the error
 
     def wait_for_first_stages(self) -> None:
         """Wait until the first stage of every job has ended, well or not."""
-        with self._changed:
-            wait_for(self._changed, lambda: self._waiting == 0)
+        while self._waiting:
+            take(self._staged)
+            self._waiting -= 1
 
     def _start(self, done: Future[Any], stages: list[Stage], value: Any, *, first: bool = False) -> None:
         pool, stage = stages.pop(0)
@@ -184,29 +188,34 @@ class Pipeline:
             try:
                 if self._stop.is_set():
                     done.cancel()
+                    self._ended.put((done, CancelledError()))
                     return
                 result = stage(value)
                 if stages:
                     self._start(done, stages, result)
                 else:
                     done.set_result(result)
+                    self._ended.put((done, None))
             except BaseException as error:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
                 done.set_exception(error)
+                self._ended.put((done, error))
             finally:
                 if first:
-                    with self._changed:
-                        self._waiting -= 1
-                        self._changed.notify_all()
+                    self._staged.put(None)
 
         pool.submit(run)
 
     def _pool(self, threads: int, name: str) -> Pool:
         return Pool(threads, thread_name_prefix=name, initializer=adopt, initargs=(self._patience,))
 
-    def close(self) -> None:
-        """Stop the intake and wait until no job runs any more. Those that wait for another attempt give up."""
+    def give_up(self) -> None:
+        """Begin nothing any more, and end all waits for another attempt."""
         self._stop.set()
         self._patience.end()
+
+    def close(self) -> None:
+        """Stop the intake and wait until no job runs any more. Those that wait for another attempt give up."""
+        self.give_up()
         # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
         self.cpu.shutdown(wait=True, cancel_futures=False)
         self.io.shutdown(wait=True, cancel_futures=False)
