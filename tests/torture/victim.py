@@ -160,7 +160,9 @@ def race(order: Order) -> None:
         epoch, version = order["epoch"], order["number"]
         state = content(epoch, version)
         say("ready", os.getpid())
+        signal.alarm(300)  # whoever should shoot may be dead
         signal.sigwait({signal.SIGUSR1})
+        signal.alarm(0)
         told(epoch, version, lambda: repo.save(epoch, state, {"version": version}))
 
 
@@ -175,7 +177,8 @@ def fork(order: Order) -> int:
         ACTS[order["act"]](order)
     except BaseException:  # noqa: BLE001  (told to the parent, whatever it is)
         say("untyped", traceback.format_exc()[-2500:])
-    os._exit(0)
+    finally:
+        os._exit(0)  # also when nobody listens any more
 
 
 def main() -> None:
