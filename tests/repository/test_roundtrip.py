@@ -251,6 +251,7 @@ def test_nothing_leaves_the_root(tmp_path: Path) -> None:
         "manifests",
         "attempts",
         "leases",
+        "reserve",
     }
     assert_no_debris(LocalStore(tmp_path / "repo"))
 
