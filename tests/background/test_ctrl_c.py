@@ -68,7 +68,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("verb", ["put", "get", "list"])
 def test_ctrl_c_ends_the_waits_of_worker_threads(verb: str) -> None:
-    """A save, a load and a look that wait for a store that is down end within a second; no thread of them is left."""
+    """A save, a load and a look that wait for a store that is down end at once; no thread of them is left."""
     command = [sys.executable, "-c", textwrap.dedent(CODE), verb]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as child:
         assert child.stdout is not None
@@ -80,7 +80,7 @@ def test_ctrl_c_ends_the_waits_of_worker_threads(verb: str) -> None:
         seconds = time.monotonic() - begin
         output = child.stdout.read()  # communicate() would miss what came along with the line before
     assert (stopped, output) == ("stopped []\n", "1\n")
-    assert seconds < 1
+    assert seconds < 5  # the waits would take far longer
 
 
 LOST = """

@@ -296,7 +296,7 @@ def test_redirects_name_region_and_endpoint(way: Way) -> None:
         with way.proxy.play(Rule(moved, times=None)) as seen, pytest.raises(StoreError) as caught:
             act(way.store(QUICK))
         assert not isinstance(caught.value, TransientError)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 20
         assert len(seen) <= 4, verb
         for word in ("us-east-1", way.proxy.endpoint, "eu-west-3"):
             assert word in str(caught.value), verb

