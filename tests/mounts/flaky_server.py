@@ -207,6 +207,8 @@ class FileSystem:
 
     def open(self, nodeid: int, body: bytes) -> bytes:
         path = self.path_of(nodeid)
+        if path.startswith("?"):  # replaced since it was looked up: at this word the kernel looks again
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         handle = os.open(self._real(path), struct.unpack_from("<I", body)[0] & ~os.O_CREAT)
         self._open[handle] = path
         return struct.pack("<QII", handle, 0, 0)
