@@ -5,11 +5,10 @@ zstd, BLAKE3, NumPy copies and sockets all release the GIL, so plain threads ove
 
 from __future__ import annotations
 
-import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -18,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.patience import Patience, adopt, current, take
+from ckptstore.patience import Patience, current, take
+from ckptstore.pool import Pool
 
 WINDOW = 128 * 1024 * 1024
 KEPT = WINDOW // 2
@@ -35,28 +35,6 @@ def cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
         return os.cpu_count() or 1
-
-
-def pools_have_ended() -> bool:
-    """Whether the interpreter is exiting and thread pools refuse new work: they do before ``atexit`` hooks run."""
-    return bool(getattr(concurrent.futures.thread, "_shutdown", False))
-
-
-class Pool(ThreadPoolExecutor):
-    """Threads that share work; in an ``atexit`` hook, when pools take none any more, the caller does it itself."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        try:
-            return super().submit(fn, *args, **kwargs)
-        except RuntimeError:
-            if not pools_have_ended():
-                raise
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 (handed on, as a thread would)
-            future.set_exception(error)
-        return future
 
 
 Stage = tuple[Pool, Callable[[Any], Any]]
@@ -136,8 +114,8 @@ class Pipeline:
 
     def __init__(self, io: int, *, cpu: int | None = None, window: int = WINDOW) -> None:
         self._patience = Patience()
-        self.cpu = self._pool(cpu or cores(), "ckptstore-cpu")
-        self.io = self._pool(io, "ckptstore-io")
+        self.cpu = Pool(cpu or cores(), "ckptstore-cpu", self._patience)
+        self.io = Pool(io, "ckptstore-io", self._patience)
         self._window = window
         self._in_flight = 0
         self._jobs: dict[Future[Any], int] = {}
@@ -205,9 +183,6 @@ class Pipeline:
 
         pool.submit(run)
 
-    def _pool(self, threads: int, name: str) -> Pool:
-        return Pool(threads, thread_name_prefix=name, initializer=adopt, initargs=(self._patience,))
-
     def give_up(self) -> None:
         """Begin nothing any more, and end all waits for another attempt."""
         self._stop.set()
@@ -217,8 +192,8 @@ class Pipeline:
         """Stop the intake and wait until no job runs any more. Those that wait for another attempt give up."""
         self.give_up()
         # cpu first: its running jobs may still hand on to io, and the stop flag ends them there.
-        self.cpu.shutdown(wait=True, cancel_futures=False)
-        self.io.shutdown(wait=True, cancel_futures=False)
+        self.cpu.close()
+        self.io.close()
 
     def __enter__(self) -> Pipeline:
         return self

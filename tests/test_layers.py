@@ -18,7 +18,7 @@ FLOORS: dict[float, set[str]] = {
         "errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "refusals", "tree", "chunks", "files",
         "garbage", "jsonsize", "locks", "patience", "planes",
     },
-    1: {"codecs", "pace", "pipeline", "staging", "stores"},
+    1: {"codecs", "pace", "pipeline", "pool", "staging", "stores"},
     2: {"known", "writer", "reader"},
     3: {
         "background", "catalog", "checkpoint", "claim", "commit", "exiting", "failures", "fence", "flights",

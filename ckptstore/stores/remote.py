@@ -34,7 +34,7 @@ from ckptstore.errors import (
 )
 from ckptstore.keys import check_key
 from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS
-from ckptstore.pipeline import Pool, pools_have_ended
+from ckptstore.pool import LateExecutor, executors_have_ended
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.remote_backends import PAGE, Backend, GCSBackend, Page, S3Backend, Upload
 from ckptstore.stores.remote_errors import (
@@ -244,9 +244,9 @@ class RemoteStore(Store):
         """Run one request, of about ``nbytes`` at most, and give its result, or our error for what went wrong."""
         patience.current().check(f"{action} {key or ''!r}")
         fs, _, born = self._current()
-        if pools_have_ended():
+        if executors_have_ended():
             # In an atexit hook: looking up a host's address, for one, wants a thread of a pool.
-            fs.loop.call_soon_threadsafe(fs.loop.set_default_executor, Pool(1))
+            fs.loop.call_soon_threadsafe(fs.loop.set_default_executor, LateExecutor(1))
         try:
             return _run(step(fs), fs.loop, self._backend.stall, nbytes, body)
         except MemoryError:
