@@ -75,6 +75,8 @@ class Node:
 
     ino: int
     paths: dict[str, None] = field(default_factory=dict)
+    seen: os.stat_result | None = None
+    """Its facts when it was last looked up: the answer for whoever still holds it when its last name is gone."""
 
 
 class FileSystem:
@@ -176,8 +178,12 @@ class FileSystem:
 
     def getattr(self, nodeid: int, body: bytes) -> bytes:
         flags, _, handle = struct.unpack_from("<IIQ", body)
-        facts = os.fstat(handle) if flags & 1 else os.lstat(self._real(self.path_of(nodeid)))
-        return self._attributes(facts)
+        if flags & 1:
+            return self._attributes(os.fstat(handle))
+        node = self._nodes.get(nodeid)
+        if node is not None and not node.paths and node.seen is not None:  # replaced since it was looked up
+            return self._attributes(node.seen)
+        return self._attributes(os.lstat(self._real(self.path_of(nodeid))))
 
     def setattr(self, nodeid: int, body: bytes) -> bytes:
         valid, _, handle, size = struct.unpack_from("<IIQQ", body)
@@ -300,6 +306,7 @@ class FileSystem:
             self._nodes[nodeid] = Node(facts.st_ino)
         self._forget_path(path, keep=nodeid)
         self._nodes[nodeid].paths[path] = None
+        self._nodes[nodeid].seen = facts
         names, attrs = self._habits["entry_timeout"], self._habits["attr_timeout"]
         head = struct.pack("<QQQQII", nodeid, 0, int(names), int(attrs), int(names % 1 * 1e9), int(attrs % 1 * 1e9))
         return head + _facts(facts)
