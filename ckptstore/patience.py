@@ -10,12 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 from ckptstore.errors import DeadlineError
-
-T = TypeVar("T")
 
 GRACE_SECONDS = 3.0
 """How long a call that is under way when its work is given up may take to end by itself."""
@@ -29,6 +25,7 @@ class Patience:
 
     def __init__(self) -> None:
         self._ended = threading.Event()
+        self._ended_at = 0.0
         self._lock = threading.Lock()
         self._callbacks: dict[object, Callable[[], None]] = {}
 
@@ -37,8 +34,15 @@ class Patience:
         """Whether the work was given up."""
         return self._ended.is_set()
 
+    @property
+    def ended_for(self) -> float:
+        """Seconds since the work was given up; 0 if it was not."""
+        return time.monotonic() - self._ended_at if self._ended.is_set() else 0.0
+
     def end(self) -> None:
         """Give the work up: all who wait are woken. May be called twice."""
+        if not self._ended.is_set():
+            self._ended_at = time.monotonic()
         self._ended.set()
         with self._lock:
             callbacks = list(self._callbacks.values())
@@ -83,13 +87,31 @@ class _Endless(Patience):
         yield
 
 
-def take(box: SimpleQueue[T]) -> T:
-    """The next entry of a queue, waited for in pieces."""
-    while True:
-        try:
-            return box.get(timeout=TICK_SECONDS)
-        except Empty:
-            pass
+class Expendable:
+    """A thread that its owner goes on without when it is in a call that never returns. See ``Pool.leave_behind``."""
+
+    def __init__(self) -> None:
+        self.given_up: Callable[[], Exception | None] | None = None
+        """Set during a call: the error, if it has lasted too long and from now on is nobody's."""
+        self.leaving: list[Callable[[], None]] = []
+        """What gives back, when the thread is left behind, what others could wait for."""
+
+
+def expendable() -> Expendable | None:
+    """This thread, if its owner would go on without it."""
+    found: Expendable | None = getattr(_threads, "expendable", None)
+    return found
+
+
+@contextmanager
+def indispensable() -> Iterator[None]:
+    """While this thread holds what others wait for: in the block it is not to be left behind."""
+    before = expendable()
+    _threads.expendable = None
+    try:
+        yield
+    finally:
+        _threads.expendable = before
 
 
 _threads = threading.local()
@@ -105,3 +127,8 @@ def current() -> Patience:
 def adopt(patience: Patience) -> None:
     """From now on this thread works for the work that ``patience`` belongs to."""
     _threads.patience = patience
+
+
+def become(thread: Expendable) -> None:
+    """From now on this thread may be left behind."""
+    _threads.expendable = thread

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.patience import Patience, current, take
+from ckptstore.patience import TICK_SECONDS, Patience, current
 from ckptstore.pool import Pool
 
 WINDOW = 128 * 1024 * 1024
@@ -102,6 +104,32 @@ def _given(work: Callable[[T], R], item: T, _: None) -> R:
     return work(item)
 
 
+class _Step:
+    """One stage of a job, on a thread of a pool. It ends once: with what it says, or when it is left behind."""
+
+    def __init__(self, run: Callable[[], Any], end: Callable[[BaseException | None, Any], None]) -> None:
+        self._run = run
+        self._end = end
+        self._ended: dict[str, object] = {}
+
+    def __call__(self) -> None:
+        result, error = None, None
+        try:
+            result = self._run()
+        except BaseException as raised:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
+            error = raised
+        self._say(error, result)
+        del error  # it would hold this frame, and that the error
+
+    def fail(self, error: Exception) -> None:
+        self._say(error, None)
+
+    def _say(self, error: BaseException | None, result: Any) -> None:
+        word = object()
+        if self._ended.setdefault("by", word) is word:
+            self._end(error, result)
+
+
 class Pipeline:
     """Runs jobs of several stages; ``cpu`` and ``io`` are the two pools a stage can name.
 
@@ -118,6 +146,7 @@ class Pipeline:
         self.io = Pool(io, "ckptstore-io", self._patience)
         self._window = window
         self._in_flight = 0
+        self._looked = 0.0
         self._jobs: dict[Future[Any], int] = {}
         self._ended: SimpleQueue[tuple[Future[Any], BaseException | None]] = SimpleQueue()
         self._staged: SimpleQueue[None] = SimpleQueue()  # an entry for each first stage that has ended
@@ -135,7 +164,7 @@ class Pipeline:
         self._jobs[done] = nbytes
         self._in_flight += nbytes
         self._waiting += 1
-        self._start(done, list(stages), None, first=True)
+        self._start(done, stages, None, first=True)
         return done
 
     def finish(self) -> None:
@@ -145,7 +174,7 @@ class Pipeline:
 
     def _reap(self) -> None:
         """Wait until a job has ended; raise its error."""
-        job, error = take(self._ended)
+        job, error = self._take(self._ended)
         self._in_flight -= self._jobs.pop(job)
         if error is not None:
             try:
@@ -156,32 +185,39 @@ class Pipeline:
     def wait_for_first_stages(self) -> None:
         """Wait until the first stage of every job has ended, well or not."""
         while self._waiting:
-            take(self._staged)
+            self._take(self._staged)
             self._waiting -= 1
 
-    def _start(self, done: Future[Any], stages: list[Stage], value: Any, *, first: bool = False) -> None:
-        pool, stage = stages.pop(0)
+    def _take(self, box: SimpleQueue[T]) -> T:
+        """The next entry, waited for in pieces; meanwhile threads that hang are left behind."""
+        while True:
+            if time.monotonic() - self._looked >= TICK_SECONDS:
+                self.io.leave_behind()
+                self._looked = time.monotonic()
+            with suppress(Empty):
+                return box.get(timeout=TICK_SECONDS)
 
-        def run() -> None:
-            try:
-                if self._stop.is_set():
-                    done.cancel()
-                    self._ended.put((done, CancelledError()))
-                    return
-                result = stage(value)
-                if stages:
-                    self._start(done, stages, result)
-                else:
-                    done.set_result(result)
-                    self._ended.put((done, None))
-            except BaseException as error:  # noqa: BLE001 (handed to the thread that waits, whatever it is)
+    def _start(self, done: Future[Any], stages: tuple[Stage, ...], value: Any, *, first: bool = False) -> None:
+        pool, stage = stages[0]
+
+        def run() -> Any:
+            if self._stop.is_set():
+                raise CancelledError
+            return stage(value)
+
+        def end(error: BaseException | None, result: Any) -> None:
+            if error is not None:
                 done.set_exception(error)
                 self._ended.put((done, error))
-            finally:
-                if first:
-                    self._staged.put(None)
+            elif stages[1:]:
+                self._start(done, stages[1:], result)
+            else:
+                done.set_result(result)
+                self._ended.put((done, None))
+            if first:
+                self._staged.put(None)
 
-        pool.submit(run)
+        pool.submit(_Step(run, end))
 
     def give_up(self) -> None:
         """Begin nothing any more, and end all waits for another attempt."""

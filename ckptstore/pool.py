@@ -2,7 +2,8 @@
 
 Not a ``ThreadPoolExecutor``: its ``submit`` holds locks of Python's own making, and a Ctrl-C that arrives right there
 leaves one of them taken for ever, so that the threads never end. Here the user and the threads share only queues.
-The threads are daemons: they keep no interpreter from its exit, and work in ``atexit`` hooks too.
+The threads are daemons: they keep no interpreter from its exit, and work in ``atexit`` hooks too. And they are
+expendable: one that is in a call that never returns is left behind, and its work counts as failed.
 """
 
 from __future__ import annotations
@@ -13,11 +14,30 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ckptstore.patience import TICK_SECONDS, Patience, adopt
+from ckptstore.patience import TICK_SECONDS, Expendable, Patience, adopt, become, indispensable
 
 T = TypeVar("T")
+
+
+class Work(Protocol):
+    """What a pool runs."""
+
+    def __call__(self) -> None:
+        """Do it. It must not raise."""
+
+    def fail(self, error: Exception) -> None:
+        """The thread that does it was left behind: whatever it says later, this is the end of it."""
+
+
+class _Worker(Expendable):
+    """A thread of a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Work | None = None
+        self.left = False
 
 
 class Pool:
@@ -27,28 +47,52 @@ class Pool:
         self._most = most
         self._name = name
         self._patience = patience
-        self._box: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._box: SimpleQueue[Work | None] = SimpleQueue()
         self._idle: list[None] = []  # an entry for each thread that waits for work
-        self._busy: set[object] = set()
+        self._busy: dict[_Worker, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
+        self._lost = 0
         self._lock = threading.Lock()
 
-    def submit(self, run: Callable[[], None]) -> None:
-        """Run it on a thread, or right here where the system gives none. It must not raise."""
+    def submit(self, work: Work) -> None:
+        """Do it on a thread, or right here where the system gives none."""
         if self._has_thread():
-            self._box.put(run)
+            self._box.put(work)
         else:
-            run()
+            with indispensable():  # this thread may belong to another pool, which knows nothing of this work
+                work()
+
+    def leave_behind(self) -> None:
+        """Go on without the threads that are in calls which have lasted too long. To be called now and then."""
+        for one, thread in list(self._busy.items()):
+            # In this order: if the call is given up now, then it is in this work that it was made.
+            given_up, work = one.given_up, one.work
+            error = None if given_up is None else given_up()
+            if error is None or work is None:
+                continue
+            one.left = True
+            self._lost += 1
+            self._busy.pop(one, None)
+            if thread in self._threads:
+                self._threads.remove(thread)
+            for leave in reversed(one.leaving):
+                leave()
+            work.fail(error)
 
     def close(self) -> None:
-        """Wait until all that was submitted is done, and the threads have ended."""
-        for _ in range(self._most):
+        """Wait until all that was submitted is done, and the threads have ended or are left behind."""
+        for _ in range(self._most + self._lost):
             self._box.put(None)
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(TICK_SECONDS)
+        while self._threads:
+            thread = self._threads[-1]
+            thread.join(TICK_SECONDS)
+            if thread.is_alive():
+                self.leave_behind()
+            elif thread in self._threads:
+                self._threads.remove(thread)
         while self._busy:  # of a thread whose start was interrupted
             time.sleep(TICK_SECONDS / 50)
+            self.leave_behind()
 
     def _has_thread(self) -> bool:
         try:
@@ -68,17 +112,19 @@ class Pool:
 
     def _work(self) -> None:
         adopt(self._patience)
-        while True:
-            run = self._box.get()
-            if run is None:
+        this = _Worker()
+        become(this)
+        while not this.left:
+            work = self._box.get()
+            if work is None:
                 return
-            token = object()
-            self._busy.add(token)
+            this.work = work
+            self._busy[this] = threading.current_thread()
             try:
-                run()
+                work()
             finally:
-                self._busy.discard(token)
-            del run
+                self._busy.pop(this, None)
+            this.work = work = None
             self._idle.append(None)
 
 

@@ -14,6 +14,7 @@ from ckptstore import garbage, keys
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, ObjectNotFoundError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
+from ckptstore.patience import indispensable
 from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
 from ckptstore.stores.base import Store
 
@@ -144,7 +145,7 @@ def read_chunks(
         room = rooms.take(chunk.stored_length + 1)
         try:
             frame = fetch_chunk(store, chunk, room)
-            with decoding:
+            with decoding, indispensable():
                 aside = rooms.take(chunk.raw_length)
                 use(chunk, frame, aside)
                 rooms.give(aside)

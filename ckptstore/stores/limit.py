@@ -7,9 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from ckptstore.errors import InvalidArgumentError, ThrottledError
-from ckptstore.patience import TICK_SECONDS
+from ckptstore.patience import TICK_SECONDS, expendable
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -47,6 +48,12 @@ class Slots:
         return self._limit
 
     def __enter__(self) -> None:
+        self._enter()
+        thread = expendable()
+        if thread is not None:
+            thread.leaving.append(partial(self._left, threading.get_ident()))
+
+    def _enter(self) -> None:
         if self._pid != os.getpid():
             self._begin_process()  # forked: those who hold the slots, and maybe the lock, stayed behind
         with self._lock:
@@ -70,9 +77,20 @@ class Slots:
         self._begun[threading.get_ident()] = self._round
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        thread = expendable()
+        if thread is not None:
+            thread.leaving.pop()
         with self._lock:
-            self._judge(error, self._begun.pop(threading.get_ident(), self._round))
-            self._leave()
+            begun = self._begun.pop(threading.get_ident(), None)
+            if begun is not None:
+                self._judge(error, begun)
+                self._leave()
+
+    def _left(self, ident: int) -> None:
+        """A thread inside was left behind: its slot goes to others."""
+        with self._lock:
+            if self._begun.pop(ident, None) is not None:
+                self._leave()
 
     def _judge(self, error: BaseException | None, begun: int) -> None:
         if isinstance(error, ThrottledError):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from ckptstore import keys
 from ckptstore.errors import CkptStoreError, ObjectExistsError, ObjectNotFoundError, StoreFullError
+from ckptstore.patience import indispensable
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -85,7 +86,7 @@ class ReserveStore(Store):
 
     def release(self) -> int:
         """Give the reserve back; how many bytes that frees. It is made again after the next save."""
-        with self._lock:
+        with indispensable(), self._lock:
             self._looked = False
             try:
                 size = self._inner.info(keys.RESERVE).size

@@ -1,8 +1,9 @@
 """WatchStore: a mount that hangs ends in DeadlineError, and the program goes on.
 
 A read, write or fsync on a network mount whose server is away may never return, and nothing can end it from outside.
-So each call runs on a daemon thread of a small pool while the caller waits for it with a limit, and leaves it behind
-when that is over. What is left behind
+So each call runs on a thread that can be left behind when its time is over: the caller's own, where that is one of a
+pipeline's (its owner then goes on without it), else a daemon thread of a small pool, for which the caller waits. The
+hand-over costs a chunk its place in the core's cache. What is left behind
 
 * **publishes nothing**: its patience has ended, and LocalStore asks before it gives an object its name. The caller's
   buffer may be in other use by then;
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from ckptstore import patience
 from ckptstore.errors import CkptStoreError, DeadlineError
-from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS, Patience
+from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS, Expendable, Patience
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -44,23 +45,32 @@ IDLE_SECONDS = 5.0
 
 
 class _Job:
-    """One call on its way through the pool."""
+    """One call on its way."""
 
-    __slots__ = ("_end", "error", "patience", "reply", "result", "run", "touched")
+    __slots__ = ("_end", "_last", "_limit", "error", "key", "patience", "reply", "result", "run", "touched", "verb")
 
-    def __init__(self, run: Callable[[_Job], Any]) -> None:
+    def __init__(self, verb: str, key: str, run: Callable[[_Job], Any], limit: float) -> None:
+        self.verb = verb
+        self.key = key
+        self._limit = limit
         self.run: Callable[[_Job], Any] | None = run
         self.patience = Patience()
         self.reply: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.result: Any = None
         self.error: BaseException | None = None
         self.touched = time.monotonic()
+        self._last = self.touched + max(limit, LISTING_SECONDS)
         self._end: dict[str, str] = {}
 
     @property
     def finished(self) -> bool:
         """Whether it has come to its end, and nobody had given it up before."""
         return self._end.get("by") == "return"
+
+    @property
+    def time_left(self) -> float:
+        """Seconds until it has lasted too long."""
+        return min(self.touched + self._limit, self._last) - time.monotonic()
 
     def end(self, by: str) -> bool:
         """Whether it ends by this, "return" or "abandoned": the first word counts.
@@ -225,36 +235,70 @@ class WatchStore(Store):
             limit = min(limit, QUICK_SECONDS)
             if len(pool.hung) >= MOST_HUNG:
                 raise self._hanging(verb, key, f"{len(pool.hung)} calls hang there already: it was not begun")
-        job = _Job(run)
+        job = _Job(verb, key, run, limit)
+        thread = patience.expendable()
+        if thread is not None and thread.given_up is None:
+            self._run_here(thread, pool, job, mine)
+        else:
+            self._run_there(pool, job, mine)
+        result: T = job.outcome()
+        return result
+
+    def _run_here(self, thread: Expendable, pool: _Pool, job: _Job, mine: Patience) -> None:
+        """On this thread, whose owner asks now and then whether to go on without it."""
+
+        def given_up() -> DeadlineError | None:
+            over = job.time_left <= 0 or mine.ended_for > GRACE_SECONDS
+            return self._give_up(pool, job) if over else None
+
+        thread.given_up = given_up
+        try:
+            with mine.telling(job.patience.end):
+                job.work()
+        finally:
+            thread.given_up = None
+            patience.adopt(mine)
+        if not job.end("return"):
+            pool.hung.discard(job)
+            raise self._overdue(job)
+
+    def _run_there(self, pool: _Pool, job: _Job, mine: Patience) -> None:
+        """On a thread of the pool, while this one waits."""
         pool.start(job)
         try:
             if not job.finished:
                 with mine.telling(job.wake):
-                    self._wait(job, limit, mine)
+                    self._wait(job, mine)
         except BaseException:  # a Ctrl-C
             job.patience.end()
             _linger(job)
             pool.abandon(job)
             raise
-        if not job.finished and pool.abandon(job):
-            job.patience.end()
-            raise self._hanging(verb, key, f"it has not returned after {time.monotonic() - job.touched:.0f} s")
-        result: T = job.outcome()
-        return result
+        if not job.finished and (error := self._give_up(pool, job)) is not None:
+            raise error
 
-    def _wait(self, job: _Job, limit: float, mine: Patience) -> None:
+    def _give_up(self, pool: _Pool, job: _Job) -> DeadlineError | None:
+        """Go on without it. None if it has come to its end just now."""
+        if not pool.abandon(job):
+            return None
+        job.patience.end()
+        return self._overdue(job)
+
+    def _wait(self, job: _Job, mine: Patience) -> None:
         """Until it is finished, or its time or the patience of this thread is over."""
-        last = time.monotonic() + max(limit, LISTING_SECONDS)
         while not job.finished:
             if mine.ended:
                 job.patience.end()
                 _linger(job)
                 return
-            left = min(job.touched + limit, last) - time.monotonic()
+            left = job.time_left
             if left <= 0:
                 return
             with suppress(queue.Empty):
                 job.reply.get(timeout=min(left, TICK_SECONDS))
+
+    def _overdue(self, job: _Job) -> DeadlineError:
+        return self._hanging(job.verb, job.key, f"it has not returned after {time.monotonic() - job.touched:.0f} s")
 
     def _hanging(self, verb: str, key: str, why: str) -> DeadlineError:
         return DeadlineError(
