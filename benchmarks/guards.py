@@ -20,7 +20,7 @@ from benchmarks.rivals.base import Place
 from benchmarks.samples import Job, Sample
 from ckptstore.stores.local import LocalStore
 
-PAIRS = 24
+PAIRS = 96
 
 Taken = tuple[float, float]
 
