@@ -128,7 +128,8 @@ def reached(store: Store) -> set[str]:
 
 def assert_no_debris(store: Store) -> None:
     """The store holds exactly what the marker and the manifests need, and no scratch file."""
-    assert set(keys_of(store)) == reached(store)
+    there, needed = set(keys_of(store)), reached(store)
+    assert there == needed, (sorted(there - needed), sorted(needed - there))
     assert [info.key for info in store.list("", partial=True)] == []
     local = find_local(store)
     if local is not None:
