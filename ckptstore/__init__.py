@@ -37,11 +37,24 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
+from ckptstore.policies import (
+    EpochInfo,
+    KeepBest,
+    KeepBytes,
+    KeepDaily,
+    KeepEvery,
+    KeepHourly,
+    KeepLast,
+    KeepWeekly,
+    KeepWithin,
+    Policy,
+    parse_policy,
+)
 from ckptstore.preemption import Preemption, on_preemption
 from ckptstore.preflight import Preflight
 from ckptstore.reader import Problem
 from ckptstore.repository import Repository
-from ckptstore.retention import EpochInfo, GcReport, KeepBest, KeepEvery, KeepLast, Policy, PruneReport
+from ckptstore.retention import GcReport, PruneReport
 from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
@@ -70,8 +83,13 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidRecordError",
     "KeepBest",
+    "KeepBytes",
+    "KeepDaily",
     "KeepEvery",
+    "KeepHourly",
     "KeepLast",
+    "KeepWeekly",
+    "KeepWithin",
     "NotFoundError",
     "ObjectExistsError",
     "ObjectNotFoundError",
@@ -102,6 +120,7 @@ __all__ = [
     "VerifyReport",
     "on_preemption",
     "open",
+    "parse_policy",
 ]
 
 

@@ -110,9 +110,10 @@ class Catalog:
                 claims[claim[1]] = info.modified
         return sorted(commits), claims
 
-    def commit_times(self, epoch: int) -> dict[Committed, float]:
-        """The commits of an epoch and when each was put, by the store's clock."""
-        parsed = ((keys.parse_manifest_key(i.key), i.modified) for i in self.store.list(keys.epoch_prefix(epoch)))
+    def commit_times(self, epoch: int | None = None) -> dict[Committed, float]:
+        """All commits (of one epoch), and when each was put, by the store's clock. One listing."""
+        prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
+        parsed = ((keys.parse_manifest_key(i.key), i.modified) for i in self.store.list(prefix))
         return {Committed(*pair): modified for pair, modified in parsed if pair is not None}
 
     def has_committed(self, manifest: Manifest, indexes: Iterable[tuple[RecordEntry, RecordIndex]]) -> None:

@@ -24,7 +24,7 @@ from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import CorruptionError, FencedError, ObjectExistsError, ObjectNotFoundError, TransactionError
 from ckptstore.lease import HEARTBEAT, identity
 from ckptstore.locks import ForkLock
-from ckptstore.manifest import MAX_CLAIM, WriterClaim, decode_claim, digest_of, encode_claim
+from ckptstore.manifest import MAX_CLAIM, WriterClaim, decode_claim, digest_of, encode_signed
 from ckptstore.stores.base import ObjectInfo, Store
 
 _RACERS = 1000  # more than will ever claim in the same moment
@@ -114,7 +114,7 @@ class Fence:
                 started=identity(os.getpid()),
             )
             try:
-                self._store.put(keys.writer_key(self._digest, number + 1), encode_claim(claim), if_absent=True)
+                self._store.put(keys.writer_key(self._digest, number + 1), encode_signed(claim), if_absent=True)
             except ObjectExistsError:
                 continue  # another was faster: the next number
             return number + 1

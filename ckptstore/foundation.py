@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from ckptstore import keys
 from ckptstore.catalog import Catalog
 from ckptstore.errors import FormatError, ObjectExistsError, ObjectNotFoundError, RepositoryNotFoundError
-from ckptstore.manifest import Marker, encode_marker, writer_version
+from ckptstore.manifest import Marker, encode_signed, writer_version
 from ckptstore.stores import probe_conditional_put
 
 
@@ -58,7 +58,7 @@ class Foundation:
                     f"the repository at {self._url} has vanished: is the mount or bucket still there?"
                 ) from None
             if restore:
-                self._store.put(keys.MARKER, encode_marker(marker), if_absent=True)
+                self._store.put(keys.MARKER, encode_signed(marker), if_absent=True)
 
     def _create(self) -> Marker:
         """Make the repository. Refuses a place that holds something else."""
@@ -72,7 +72,7 @@ class Foundation:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         marker = Marker(repository=uuid.uuid4().hex, created=now, writer=writer_version())
         try:
-            self._store.put(keys.MARKER, encode_marker(marker), if_absent=True)
+            self._store.put(keys.MARKER, encode_signed(marker), if_absent=True)
         except ObjectExistsError:
             found = self._catalog.marker()  # another process made it in the same moment
             assert found is not None

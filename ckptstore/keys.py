@@ -5,6 +5,7 @@
     ckptstore.json                            repository marker
     manifests/000000000007-000001.json        epoch 7, generation 1: the commit
     manifests/writer-<run>-000000000002.json  the second writer of a run has claimed its number
+    manifests/pin-000000000007.json           epoch 7 is pinned: no prune takes it
     leases/<attempt>.json                     the attempt is alive
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
@@ -24,6 +25,7 @@ from ckptstore.errors import InvalidArgumentError
 MARKER = "ckptstore.json"
 MANIFESTS = "manifests/"
 WRITERS = "manifests/writer-"
+PINS = "manifests/pin-"
 LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
@@ -38,6 +40,7 @@ _HEX32 = r"[0-9a-f]{32}"
 _HEX64 = r"[0-9a-f]{64}"
 _MANIFEST = re.compile(r"manifests/(\d{12,19})-(\d{6})\.json")
 _WRITER = re.compile(rf"manifests/writer-({_HEX32})-(\d{{12}})\.json")
+_PIN = re.compile(r"manifests/pin-(\d{12,19})\.json")
 _LEASE = re.compile(rf"leases/({_HEX32})\.json")
 _CONDEMNED = re.compile(rf"condemned/({_HEX32})")
 _CONTENT = re.compile(rf"attempts/({_HEX32})/(records|chunks)/({_HEX64})")
@@ -84,6 +87,18 @@ def parse_writer_key(key: str) -> tuple[str, int] | None:
     """``(run, number)`` of a claim, or None."""
     match = _WRITER.fullmatch(key)
     return (match[1], int(match[2])) if match and int(match[2]) else None
+
+
+def pin_key(epoch: int) -> str:
+    return f"{PINS}{epoch:012d}.json"
+
+
+def parse_pin_key(key: str) -> int | None:
+    """The epoch that is pinned, or None."""
+    match = _PIN.fullmatch(key)
+    if match is None or int(match[1]) > MAX_EPOCH or pin_key(int(match[1])) != key:
+        return None
+    return int(match[1])
 
 
 def lease_key(attempt: str) -> str:
@@ -159,6 +174,7 @@ def is_ours(key: str) -> bool:
         key in (MARKER, RESERVE)
         or parse_manifest_key(key) is not None
         or parse_writer_key(key) is not None
+        or parse_pin_key(key) is not None
         or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))
         or re.fullmatch(rf"{PROBES}{_HEX32}", key) is not None
     )

@@ -29,7 +29,7 @@ from ckptstore.errors import (
     StoreError,
     TransactionError,
 )
-from ckptstore.manifest import MAX_LEASE, Lease, decode_lease, encode_lease
+from ckptstore.manifest import MAX_LEASE, Lease, decode_lease, encode_signed
 from ckptstore.patience import GRACE_SECONDS, Patience, adopt
 from ckptstore.stores.base import Store
 
@@ -198,7 +198,7 @@ class HeldLease:
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
         before = _clock()
-        self._store.put(self._key, encode_lease(self.lease))
+        self._store.put(self._key, encode_signed(self.lease))
         self._put_at = before
         try:
             self.renewed = self._store.info(self._key).modified

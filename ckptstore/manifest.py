@@ -136,6 +136,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         return keys.manifest_key(self.epoch, self.generation)
 
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes on the store that it needs, whoever sent them: chunks and indexes."""
+        return sum(entry.bytes_stored + entry.stored_length for entry in self.records)
+
     def record(self, name: str) -> RecordEntry | None:
         return next((entry for entry in self.records if entry.name == name), None)
 
@@ -229,32 +234,20 @@ def _version() -> str:
     return version("ckptstore")
 
 
-def encode_marker(marker: Marker) -> bytes:
-    return _sign(msgspec.json.encode(marker))
-
-
 def decode_marker(data: bytes) -> Marker:
-    marker = _decode_signed(data, Marker, keys.MARKER, MAX_MARKER)
+    marker = decode_signed(data, Marker, keys.MARKER, MAX_MARKER)
     _require(_HEX32.fullmatch(marker.repository) is not None, keys.MARKER, "repository id")
     return marker
 
 
-def encode_lease(lease: Lease) -> bytes:
-    return _sign(msgspec.json.encode(lease))
-
-
 def decode_lease(data: bytes, key: str) -> Lease:
-    lease = _decode_signed(data, Lease, key, MAX_LEASE)
+    lease = decode_signed(data, Lease, key, MAX_LEASE)
     _require(keys.lease_key(lease.attempt) == key, key, "attempt id")
     return lease
 
 
-def encode_claim(claim: WriterClaim) -> bytes:
-    return _sign(msgspec.json.encode(claim))
-
-
 def decode_claim(data: bytes, key: str) -> WriterClaim:
-    claim = _decode_signed(data, WriterClaim, key, MAX_CLAIM)
+    claim = decode_signed(data, WriterClaim, key, MAX_CLAIM)
     expected = keys.writer_key(digest_of(claim.run.encode())[:32], claim.number)
     _require(expected == key, key, "run or number")
     return claim
@@ -262,7 +255,7 @@ def decode_claim(data: bytes, key: str) -> WriterClaim:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest object. Raises InvalidRecordError if it would exceed its cap."""
-    data = _sign(msgspec.json.encode(manifest))
+    data = encode_signed(manifest)
     if len(data) > MAX_MANIFEST or not fits(data, MAX_OBJECTS + len(data)):
         raise InvalidRecordError(
             f"the manifest would be {len(data)} bytes with too many values: use fewer records or less metadata",
@@ -278,7 +271,7 @@ def decode_manifest(data: bytes, key: str) -> Manifest:
         CorruptionError: damaged, cut, or not the manifest that belongs under ``key``.
         FormatError: written by a newer version.
     """
-    manifest = _decode_signed(data, Manifest, key, MAX_MANIFEST)
+    manifest = decode_signed(data, Manifest, key, MAX_MANIFEST)
     _require(manifest.key == key, key, "epoch and generation")
     _require(all(_HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
     names = [entry.name for entry in manifest.records if _is_record_name(entry.name)]
@@ -351,16 +344,17 @@ def _check_index(index: RecordIndex, key: str) -> None:
             _require(end <= index.chunks[span.chunk].raw_length, key, "span")
 
 
-def _sign(body: bytes) -> bytes:
-    """``body`` (a JSON object) with a digest of itself as its first member."""
-    rest = body[1:]
+def encode_signed(content: msgspec.Struct) -> bytes:
+    """A JSON object with a digest of itself as its first member."""
+    rest = msgspec.json.encode(content)[1:]
     return _PREFIX + digest_of(rest).encode() + b'",' + rest
 
 
 _T = TypeVar("_T")
 
 
-def _decode_signed(data: bytes, kind: type[_T], key: str, cap: int) -> _T:
+def decode_signed(data: bytes, kind: type[_T], key: str, cap: int) -> _T:
+    """What ``encode_signed`` made. CorruptionError if it is damaged, FormatError if a newer version made it."""
     _require(len(data) <= cap, key, f"size (more than {cap} bytes)")
     _require(data[: len(_PREFIX)] == _PREFIX and data[_SIGNED_FROM - 2 : _SIGNED_FROM] == b'",', key, "beginning")
     claimed = data[len(_PREFIX) : _SIGNED_FROM - 2]

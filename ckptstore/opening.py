@@ -23,9 +23,9 @@ from ckptstore.options import (
     check_run_id,
 )
 from ckptstore.pickling import Opener
+from ckptstore.policies import Policy
 from ckptstore.reclaim import OnFull
 from ckptstore.repository import Repository
-from ckptstore.retention import Policy
 from ckptstore.spill import SpillRepository
 from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.opening import SUPPORTED

@@ -12,7 +12,7 @@ from ckptstore.errors import InvalidArgumentError, InvalidRecordError
 from ckptstore.jsonsize import fits
 from ckptstore.manifest import MAX_OBJECTS, MAX_RECORDS, check_record_name
 from ckptstore.pipeline import cores
-from ckptstore.retention import Policy
+from ckptstore.policies import Policy
 from ckptstore.tree import FlatState, flatten
 
 MAX_METADATA = 8 * 1024 * 1024

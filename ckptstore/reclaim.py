@@ -18,7 +18,8 @@ from ckptstore.catalog import Catalog
 from ckptstore.errors import CkptStoreError, CorruptionError
 from ckptstore.lease import read_leases, seems_dead
 from ckptstore.manifest import Manifest
-from ckptstore.retention import EpochInfo, Policy, PruneReport, gc
+from ckptstore.policies import EpochInfo, Policy
+from ckptstore.retention import PruneReport, gc
 from ckptstore.sweep import remove_attempt
 
 log = logging.getLogger("ckptstore")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore import options, retention
+from ckptstore import options, pins, retention
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import metadata_of
 from ckptstore.errors import EpochNotFoundError, InvalidArgumentError
@@ -11,7 +11,8 @@ from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import check_epoch
-from ckptstore.retention import GcReport, Policy, PruneReport
+from ckptstore.policies import Policy
+from ckptstore.retention import GcReport, PruneReport
 from ckptstore.sweep import delete_commits
 
 
@@ -39,19 +40,54 @@ class Removing:
         # A manifest of a newer version hides what it needs: that must stop the delete before it begins.
         self._catalog.manifests(self._catalog.committed())
         delete_commits(self._catalog, commits, "its epoch was deleted")
+        pins.remove(self._catalog.store, number)
         self._failures.forget(number)
 
     def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
         """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
-        Never deletes the newest intact epoch, nor those that this process loaded before its first save: the run
-        resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under that
-        name; without one, only epochs that no named run has saved.
+        Never deletes the newest intact epoch, pinned ones, nor those that this process loaded before its first save:
+        the run resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under
+        that name; without one, only epochs that no named run has saved.
 
         Args:
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
                 follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
+            dry_run: delete nothing; the report says what would be deleted, and what that would free.
         """
+        return self._prune(policy, dry_run=dry_run, deep=deep, weigh=dry_run)
+
+    def plan(self, policy: Policy | None = None, deep: bool = False) -> PruneReport:
+        """What ``prune`` with this policy would do: ``kept`` and ``removed`` hold a reason for every epoch."""
+        return self.prune(policy, dry_run=True, deep=deep)
+
+    def pin(self, epoch: int, reason: str) -> None:
+        """No prune takes this epoch any more, whatever the policy, and no full disk (``delete`` does).
+
+        Args:
+            reason: for whoever finds it. Pinning again replaces it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        number, text = check_epoch(epoch), pins.check_reason(reason)
+        self._foundation.require()
+        pins.put(self._catalog, number, text)
+
+    def unpin(self, epoch: int) -> bool:
+        """Take the pin away; False if there was none."""
+        number = check_epoch(epoch)
+        self._foundation.require()
+        return pins.remove(self._catalog.store, number)
+
+    def pins(self) -> dict[int, str]:
+        """The pinned epochs, ascending, each with its reason."""
+        self._foundation.require()
+        return pins.pinned(self._catalog.store)
+
+    def _prune(
+        self, policy: Policy | None = None, *, dry_run: bool = False, deep: bool = True, weigh: bool = False
+    ) -> PruneReport:
         chosen = options.check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
@@ -67,6 +103,7 @@ class Removing:
             metadata=metadata_of,
             deep=deep,
             dry_run=dry_run,
+            weigh=weigh,
         )
 
     def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:

@@ -27,10 +27,10 @@ from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
 from ckptstore.pickling import Passport, Portable
 from ckptstore.pipeline import Meter, Progress
+from ckptstore.policies import Policy
 from ckptstore.reclaim import OnFull, Reclaim
 from ckptstore.removing import Removing
 from ckptstore.rescue import Preflights, Rescue, Work
-from ckptstore.retention import Policy
 from ckptstore.stores import Store
 from ckptstore.stores.reserve import ReserveStore
 from ckptstore.transaction import Plan, Transaction
@@ -73,7 +73,7 @@ class Repository(Removing, Preflights, Portable):
         self._catalog = Catalog(reserve)
         self._fence = Fence(self._catalog, options.check_run_id(run_id))
         self._pace = Pace()
-        self._reclaim = Reclaim(self._catalog, self.prune, self._keep, options.check_on_full(on_full))
+        self._reclaim = Reclaim(self._catalog, self._prune, self._keep, options.check_on_full(on_full))
         on_error, max_failures = options.check_on_error(on_error), options.check_max_failures(max_failures)
         self._failures = Failures(self.url, on_error, max_failures)
         form = self._chunk_size, self._codec

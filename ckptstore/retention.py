@@ -1,15 +1,12 @@
-"""Which epochs to keep (a pure choice), and gc: removing what no manifest reaches."""
+"""Prune: deleting what a policy does not keep; and gc: removing what no manifest reaches."""
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
@@ -17,106 +14,10 @@ from ckptstore.errors import InvalidArgumentError, StoreFullError
 from ckptstore.fence import superseded
 from ckptstore.lease import EXPIRY, read_leases
 from ckptstore.manifest import Manifest
+from ckptstore.pins import pinned
+from ckptstore.policies import EpochInfo, Policy
 from ckptstore.stores.base import ObjectInfo, Store
 from ckptstore.sweep import Removal, condemn, delete_commits, store_time, sweep
-
-
-@dataclass(frozen=True, slots=True)
-class EpochInfo:
-    """What a policy may look at: the epoch's number and its metadata."""
-
-    epoch: int
-    metadata: Mapping[str, Any]
-
-
-class Policy(ABC):
-    """A choice of epochs to keep. ``a | b`` keeps what either keeps, ``a & b`` what both keep."""
-
-    @abstractmethod
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        """Epochs to keep, each with the reason. ``epochs`` is in ascending order."""
-
-    def __or__(self, other: Policy) -> Policy:
-        return _Union(self, other)
-
-    def __and__(self, other: Policy) -> Policy:
-        return _Intersection(self, other)
-
-
-@dataclass(frozen=True)
-class KeepLast(Policy):
-    """Keep the ``n`` highest epochs (n ≥ 1). Order is by number, never by time."""
-
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepLast", self.n)
-
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        return {info.epoch: f"one of the last {self.n}" for info in epochs[-self.n :]}
-
-
-@dataclass(frozen=True)
-class KeepEvery(Policy):
-    """Keep epochs that are multiples of ``n`` (n ≥ 1)."""
-
-    n: int
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepEvery", self.n)
-
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        return {info.epoch: f"a multiple of {self.n}" for info in epochs if info.epoch % self.n == 0}
-
-
-@dataclass(frozen=True)
-class KeepBest(Policy):
-    """Keep the ``n`` epochs with the best ``metadata[metric]``.
-
-    ``mode`` is "min" or "max". Epochs without the metric, or where it is NaN or no number, are never best.
-    Among equals the later epoch is better. If no epoch has the metric, all are kept: it may be mistyped.
-    """
-
-    metric: str
-    n: int = 1
-    mode: str = "min"
-
-    def __post_init__(self) -> None:
-        _at_least_one("KeepBest", self.n)
-        if self.mode not in ("min", "max"):
-            raise InvalidArgumentError(f'KeepBest: mode must be "min" or "max", not {self.mode!r}')
-
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        sign = 1 if self.mode == "min" else -1
-        scored = []
-        for info in epochs:
-            value = _number(info.metadata.get(self.metric))
-            if value is not None:
-                scored.append((sign * value, -info.epoch))
-        reason = f"one of the best {self.n} by {self.metric}"
-        if not scored:
-            # A mistyped metric must not empty a repository.
-            return {info.epoch: f"no epoch has the metric {self.metric!r}" for info in epochs}
-        return {-negative: reason for _, negative in sorted(scored)[: self.n]}
-
-
-@dataclass(frozen=True)
-class _Union(Policy):
-    first: Policy
-    second: Policy
-
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        return {**self.second.keep(epochs), **self.first.keep(epochs)}
-
-
-@dataclass(frozen=True)
-class _Intersection(Policy):
-    first: Policy
-    second: Policy
-
-    def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
-        second = self.second.keep(epochs)
-        return {e: f"{why} and {second[e]}" for e, why in self.first.keep(epochs).items() if e in second}
 
 
 @dataclass(frozen=True)
@@ -158,18 +59,21 @@ def prune(
     metadata: Any,
     deep: bool,
     dry_run: bool,
+    weigh: bool,
 ) -> PruneReport:
     """Delete the epochs of ``run`` that ``policy`` does not keep; it is not shown those of others.
 
-    Never deleted (P5): the newest intact epoch, ``protected`` epochs, and epochs whose manifest cannot be read
-    (they may be all that a repair has to go by).
+    Never deleted (P5): the newest intact epoch, ``protected`` and pinned epochs, and epochs whose manifest cannot be
+    read (they may be all that a repair has to go by).
 
     Args:
         metadata: decodes ``Manifest.metadata`` into a mapping.
         deep: find the newest intact epoch by reading it in full. Otherwise only the chunks that it took over from
             earlier epochs are read, each once a process.
+        weigh: a dry run finds out what would be freed.
     """
-    commits = catalog.committed()
+    times = catalog.commit_times()
+    commits = sorted(times)
     manifests: dict[int, Manifest] = {}
     unreadable: dict[int, str] = {}
     for commit, manifest in catalog.manifests(commits):
@@ -178,7 +82,12 @@ def prune(
         else:
             unreadable[commit.epoch] = "its manifest is damaged: delete it by hand or restore it"
     foreign = {e: _belongs(m) for e, m in manifests.items() if m.run != run}
-    infos = [EpochInfo(epoch, metadata(manifests[epoch])) for epoch in sorted(manifests) if epoch not in foreign]
+    saved = {commit.epoch: times[commit] for commit in commits}
+    infos = [
+        EpochInfo(epoch, metadata(manifest), saved[epoch], manifest.bytes_needed)
+        for epoch, manifest in sorted(manifests.items())
+        if epoch not in foreign
+    ]
     kept = {**policy.keep(infos), **foreign, **protected, **unreadable}
     if any(info.epoch not in kept for info in infos):
         newest, _ = catalog.newest_intact(deep=deep, run=run)
@@ -188,8 +97,10 @@ def prune(
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
         elif newest.epoch not in kept:
             kept[newest.epoch] = "the newest intact epoch"
+    if dry_run or any(info.epoch not in kept for info in infos):  # now, after all that may have taken time
+        kept.update({epoch: f"pinned: {reason}" for epoch, reason in pinned(catalog.store).items()})
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
-    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
+    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run, weigh=weigh)
     removed = {commit.epoch: "no policy keeps it" for commit in victims}
     # An epoch that another process deleted after our listing is neither removed by us nor kept.
     present = kept.keys() & {commit.epoch for commit in commits}
@@ -303,16 +214,3 @@ def _remove_traces(
         for removal in removed:
             store.delete(removal.key)
     return removed
-
-
-def _number(value: Any) -> Any:
-    """``value`` if it can be compared as a metric: any real number, NumPy's too, but no bool and no NaN."""
-    if isinstance(value, np.generic) and value.dtype.kind not in "bOSUMm":
-        value = value.item() if value.dtype.kind in "iu" else float(value.astype(np.float64).real)
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if real and value == value else None
-
-
-def _at_least_one(what: str, n: object) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise InvalidArgumentError(f"{what}: n must be 1 or more, not {n!r}")

@@ -66,6 +66,7 @@ def sweep(
     reason: str,
     *,
     dead: Collection[Sighting | str] = (),
+    gone: Collection[Committed] = (),
     dry_run: bool = False,
 ) -> Swept:
     """Delete those ``candidates`` (content key → size) that nothing needs any more.
@@ -77,13 +78,14 @@ def sweep(
     Args:
         dead: leases that do not count, because their attempts are condemned: attempt ids, or sightings, which stop
             counting as dead when the lease has been renewed since.
+        gone: of a dry run: commits that are to be looked at as if they were deleted.
     """
     swept = Swept()
     if not candidates:
         return swept
     protected, blocked = _protected_attempts(read_leases(catalog.store), dead)
     attempts = {content[0] for content in map(keys.parse_content_key, candidates) if content is not None}
-    reached, unknown, damaged = _reached(catalog, attempts)
+    reached, unknown, damaged = _reached(catalog, attempts, gone)
     blocked = blocked or damaged
     for key, size in sorted(candidates.items()):
         content = keys.parse_content_key(key)
@@ -116,12 +118,14 @@ def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | s
     return protected, blocked
 
 
-def _reached(catalog: Catalog, attempts: set[str]) -> tuple[set[str], dict[str, str], str | None]:
+def _reached(
+    catalog: Catalog, attempts: set[str], gone: Collection[Committed]
+) -> tuple[set[str], dict[str, str], str | None]:
     """Keys that manifests reach within ``attempts``; attempts not fully known; a reason to delete nothing."""
     reached: set[str] = set()
     unknown: dict[str, str] = {}
     damaged = None
-    for commit, manifest in catalog.manifests(catalog.committed()):
+    for commit, manifest in catalog.manifests(commit for commit in catalog.committed() if commit not in gone):
         if isinstance(manifest, CorruptionError):
             damaged = (
                 f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
@@ -135,15 +139,21 @@ def _reached(catalog: Catalog, attempts: set[str]) -> tuple[set[str], dict[str, 
     return reached, unknown, damaged
 
 
-def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
+def delete_commits(
+    catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False, weigh: bool = False
+) -> Swept:
     """Delete checkpoints: their manifests first (from then on they do not exist), then what only they needed.
 
     Lower generations go first, so that a crash in between never brings an older content of an epoch back.
+
+    Args:
+        weigh: a dry run finds out what else would be deleted with the manifests. That reads all indexes.
     """
     store = catalog.store
     result = Swept()
     candidates: dict[str, int] = {}
-    for commit in sorted(commits):
+    commits = sorted(commits)
+    for commit in commits:
         try:
             candidates.update(_needs(catalog, catalog.manifest(commit)))
         except CorruptionError as error:
@@ -154,6 +164,8 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
             store.delete(commit.key)
         result.removed.append(Removal(commit.key, reason))
     if dry_run:
+        if weigh:
+            result.removed += sweep(catalog, candidates, reason, gone=set(commits), dry_run=True).removed
         return result
     swept = sweep(catalog, candidates, reason)
     held = {key: candidates[key] for key, why in swept.spared.items() if why == _IN_PROGRESS}

@@ -16,14 +16,14 @@ ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by 
 FLOORS: dict[float, set[str]] = {
     0: {
         "errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "refusals", "tree", "chunks", "files",
-        "garbage", "jsonsize", "locks", "patience", "planes",
+        "garbage", "jsonsize", "locks", "patience", "planes", "policies",
     },
     1: {"codecs", "pace", "pipeline", "pool", "staging", "stores"},
     2: {"known", "writer", "reader"},
     3: {
         "background", "catalog", "checkpoint", "claim", "commit", "exiting", "failures", "fence", "flights",
-        "foundation", "lease", "opening", "options", "pickling", "preemption", "preflight", "reclaim", "removing",
-        "repository", "rescue", "retention", "spill", "sweep", "transaction", "verify",
+        "foundation", "lease", "opening", "options", "pickling", "pins", "preemption", "preflight", "reclaim",
+        "removing", "repository", "rescue", "retention", "spill", "sweep", "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

@@ -17,7 +17,7 @@ from rich.text import Text
 import ckptstore
 from ckptstore.cli._format import clean
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.manifest import Manifest, check_epoch
+from ckptstore.manifest import check_epoch
 
 WIDTH_OF_A_PIPE = 250  # nobody wants a table cut at 80 columns in a file
 _OPTION = "--option KEY=VALUE"
@@ -67,10 +67,25 @@ Unsafe = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
 
 
-def open_repository(url: str, options: Sequence[str] | None, unsafe: bool, *, create: bool) -> ckptstore.Repository:
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def open_repository(
+    url: str, options: Sequence[str] | None, unsafe: bool, *, create: bool, run: str = ""
+) -> ckptstore.Repository:
     """The repository at ``url``; only a command that writes may create it."""
-    # No name: a command that is run beside a trainer, in its environment, must not take its run over.
-    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe, run_id="")
+    # By default no name: a command that is run beside a trainer, in its environment, must not take its run over.
+    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe, run_id=run)
+
+
+def ask(question: str, yes: bool) -> None:
+    """Go on only if the person at the terminal wants to; without a terminal only with ``--yes``."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidArgumentError(f"{question} There is nobody to ask: add --yes, or look first with --dry-run")
+    typer.confirm(question, abort=True, err=True)
 
 
 def storage_options(options: Sequence[str] | None) -> dict[str, Any] | None:
@@ -108,11 +123,6 @@ def as_value(text: str) -> Any:
 def checked_epoch(epoch: int | None) -> int | None:
     """Refuse an impossible epoch before a store is asked."""
     return None if epoch is None else check_epoch(epoch)
-
-
-def bytes_stored(manifest: Manifest) -> int:
-    """Bytes on the store that a checkpoint needs, whoever sent them."""
-    return sum(entry.bytes_stored + entry.stored_length for entry in manifest.records)
 
 
 def out() -> Console:

@@ -16,7 +16,6 @@ from ckptstore.cli._common import (
     Options,
     Unsafe,
     Url,
-    bytes_stored,
     open_repository,
     out,
     print_json,
@@ -66,7 +65,7 @@ def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, An
         "run": found.run,
         "records": [record.name for record in found.records],
         "bytes_state": found.bytes_state,
-        "bytes_stored": bytes_stored(found),
+        "bytes_stored": found.bytes_needed,
         "bytes_sent": found.bytes_sent,
         "metadata": metadata_of(found),
     }
@@ -96,7 +95,7 @@ def _print(repo: Repository, listing: _Listing) -> None:
             run = ["-"] if len(runs) > 1 else []
             table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), *run, "-", reason)
             continue
-        stored = bytes_stored(found)
+        stored = found.bytes_needed
         names = clean(" ".join(record.name for record in found.records)) if wide else str(len(found.records))
         sizes = (size(found.bytes_state), size(stored), ratio(found.bytes_state, stored))
         table.add_row(

@@ -16,7 +16,6 @@ from ckptstore.cli._common import (
     Options,
     Unsafe,
     Url,
-    bytes_stored,
     checked_epoch,
     open_repository,
     out,
@@ -103,7 +102,7 @@ def _as_json(
         "writer_number": manifest.writer_number,
         "attempt": manifest.attempt,
         "bytes_state": manifest.bytes_state,
-        "bytes_stored": bytes_stored(manifest),
+        "bytes_stored": manifest.bytes_needed,
         "bytes_sent": manifest.bytes_sent,
         "bytes_reused": manifest.bytes_reused,
         "metadata": ckpt.metadata,
@@ -116,7 +115,7 @@ def _print(
     repo: Repository, ckpt: Checkpoint, manifest: Manifest, listed: dict[str, list[dict[str, Any]]] | None
 ) -> None:
     console = out()
-    stored = bytes_stored(manifest)
+    stored = manifest.bytes_needed
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
     generation = f", generation {ckpt.generation}" if ckpt.generation > 1 else ""

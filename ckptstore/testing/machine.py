@@ -32,8 +32,8 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.lease import EXPIRY
+from ckptstore.policies import KeepLast
 from ckptstore.repository import Repository
-from ckptstore.retention import KeepLast
 from ckptstore.stores.base import Store
 from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.retry import RetryPolicy, RetryStore

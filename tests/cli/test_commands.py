@@ -16,7 +16,10 @@ from ckptstore import errors, manifest
 from ckptstore.cli._app import exit_code, message_of
 from tests.cli.conftest import Run, chunks_of, flip
 
-COMMANDS = ("ls", "show", "save", "restore", "verify", "preflight", "bench", "demo")
+COMMANDS = (
+    *("ls", "show", "save", "restore", "rm", "verify", "plan", "prune", "gc", "pin", "unpin"),
+    *("preflight", "bench", "demo"),
+)
 
 
 # ---- the command itself ----------------------------------------------------------------------------------------

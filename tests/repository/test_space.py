@@ -30,7 +30,7 @@ from ckptstore import (
     keys,
 )
 from ckptstore.failures import Failures
-from ckptstore.retention import EpochInfo, Policy
+from ckptstore.policies import EpochInfo, Policy
 from ckptstore.stores import LocalStore, MemoryStore, OpLog, RetryPolicy, TraceStore, open_store
 from ckptstore.stores.reserve import SIZE
 from ckptstore.stores.space import _Quota, space_of

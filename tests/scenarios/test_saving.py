@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptstore import CorruptionError, KeepBest, KeepLast, StoreError
-from ckptstore.retention import Policy
+from ckptstore.policies import Policy
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore

@@ -1,0 +1,90 @@
+"""``plan``, ``prune``, ``gc``, ``pin``, ``unpin`` and ``rm``: what they show, what they ask, and what they delete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Run
+
+
+def epochs(place: Path) -> list[int]:
+    with ckptstore.open(place, create=False) as repo:
+        return repo.epochs()
+
+
+def test_plan_and_prune(run: Run, state_repo: Path) -> None:
+    """The plan gives a reason for each epoch; the dry run and the prune say the same; only the prune deletes."""
+    shown = run("plan", state_repo, "--keep", "KeepLast(1) | KeepEvery(2)")
+    assert shown.code == 0
+    assert "a multiple of 2" in shown.out
+    assert "1 epochs would be deleted" in shown.out
+    plan = run("plan", state_repo, "--keep", "KeepLast(1)", "--json").json
+    dry = run("prune", state_repo, "--keep", "KeepLast(1)", "--dry-run", "--json").json
+    assert plan == dry
+    assert [(e["epoch"], e["kept"]) for e in plan["epochs"]] == [(1, False), (2, False), (3, True)]
+    assert epochs(state_repo) == [1, 2, 3]
+    done = run("prune", state_repo, "--keep", "KeepLast(1)", "--yes", "--json").json
+    assert {**done, "dry_run": True, "objects": 0} == {**plan, "objects": 0}
+    assert done["bytes_freed"] > 0
+    assert epochs(state_repo) == [3]
+
+
+@pytest.mark.parametrize("command", [("prune", "--keep", "KeepLast(1)"), ("rm", "1"), ("gc", "--grace", "0")])
+def test_nothing_is_deleted_unasked(run: Run, state_repo: Path, command: tuple[str, ...]) -> None:
+    """Without a terminal and without ``--yes`` a command that deletes refuses, and says what to add."""
+    with ckptstore.open(state_repo) as repo:
+        txn = repo.begin(9)
+        txn.write("m", {"w": 1})
+        txn.abandon()
+    files = sorted(path for path in state_repo.rglob("*") if path.is_file())
+    name, *arguments = command
+    result = run(name, state_repo, *arguments)
+    assert result.code == 1
+    assert "--yes" in result.err
+    assert sorted(path for path in state_repo.rglob("*") if path.is_file()) == files
+    assert run(name, state_repo, *arguments, "--yes").code == 0
+
+
+def test_pin(run: Run, state_repo: Path) -> None:
+    """A pinned epoch survives prune and rm; unpinned it goes."""
+    assert run("pin", state_repo, 1, "--reason", "the paper").code == 0
+    assert "pinned: the paper" in run("prune", state_repo, "--keep", "KeepLast(1)", "--yes").out
+    assert epochs(state_repo) == [1, 3]
+    refused = run("rm", state_repo, 1, 3, "--yes")
+    assert (refused.code, epochs(state_repo)) == (1, [1, 3])
+    assert "the paper" in refused.err
+    assert run("unpin", state_repo, 1, "--json").json["was_pinned"] is True
+    assert run("rm", state_repo, 1, "--yes", "--json").json["removed"] == [1]
+    assert epochs(state_repo) == [3]
+    assert run("pin", state_repo, 7, "--reason", "x").code == 3
+
+
+def test_rm(run: Run, state_repo: Path) -> None:
+    """All named epochs or none: one that is not there stops the command before it deletes."""
+    assert run("rm", state_repo, 1, 8, "--yes").code == 3
+    assert run("rm", state_repo, 1, 2, "--dry-run").out.endswith("would be deleted\n")
+    assert epochs(state_repo) == [1, 2, 3]
+    assert run("rm", state_repo, 1, 2, "--yes").code == 0
+    assert epochs(state_repo) == [3]
+
+
+def test_runs_are_apart(run: Run, tmp_path: Path) -> None:
+    """``--run`` prunes what a named run has saved and nothing else."""
+    for number, name in enumerate(("a", "b", "a", "b"), 1):
+        with ckptstore.open(tmp_path / "r", run_id=name) as repo:
+            repo.save(number, {"m": {"w": number}})
+    assert run("prune", tmp_path / "r", "--keep", "KeepLast(1)", "--yes").code == 0
+    assert epochs(tmp_path / "r") == [1, 2, 3, 4]
+    assert run("prune", tmp_path / "r", "--keep", "KeepLast(1)", "--run", "a", "--yes").code == 0
+    assert epochs(tmp_path / "r") == [2, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["KeepLast", "KeepLast(0)", "os.system('x')", ""])
+def test_a_policy_that_is_none(run: Run, tmp_path: Path, text: str) -> None:
+    """A policy that makes no sense is refused before a store is asked."""
+    result = run("plan", tmp_path / "nowhere", "--keep", text)
+    assert result.code == 1
+    assert "KeepLast" in result.err
