@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ckptstore import keys
@@ -227,9 +227,16 @@ class Catalog:
         return True
 
     def newest_intact(
-        self, *, deep: bool = False, run: str | None = None, progress: Progress | None = None
+        self,
+        *,
+        deep: bool = False,
+        run: str | None = None,
+        need: Collection[str] = (),
+        progress: Progress | None = None,
     ) -> tuple[Manifest | None, list[Skipped]]:
         """The newest intact checkpoint (of one run, if ``run`` is not None), and what was stepped over.
+
+        Those that lack a record of ``need`` are passed by.
 
         Looks again when a checkpoint went away meanwhile: if it was replaced, its epoch is still there and
         neither an older one nor "none" would be the truth.
@@ -239,16 +246,16 @@ class Catalog:
             TransientError: checkpoints are replaced as fast as they are looked at.
         """
         for _ in range(_LOOKS - 1):
-            manifest, skipped, vanished = self._look_for_newest(deep, run, progress)
+            manifest, skipped, vanished = self._look_for_newest(deep, run, need, progress)
             if not vanished:
                 return manifest, skipped
-        manifest, skipped, vanished = self._look_for_newest(deep, run, progress)
+        manifest, skipped, vanished = self._look_for_newest(deep, run, need, progress)
         if vanished and manifest is None:
             raise TransientError("checkpoints are removed or replaced as fast as they are looked at: try again")
         return manifest, skipped
 
     def _look_for_newest(
-        self, deep: bool, run: str | None, progress: Progress | None
+        self, deep: bool, run: str | None, need: Collection[str], progress: Progress | None
     ) -> tuple[Manifest | None, list[Skipped], bool]:
         """One look from the newest down. The last item: a newer one than the result was deleted meanwhile."""
         skipped: list[Skipped] = []
@@ -262,7 +269,7 @@ class Catalog:
             except CorruptionError as error:
                 skipped.append(Skipped(commit.epoch, commit.generation, commit.key, error.message))
                 continue
-            if run is not None and manifest.run != run:
+            if (run is not None and manifest.run != run) or not all(map(manifest.record, need)):
                 continue
             found = self.problems(manifest, deep=deep, progress=progress)
             if not found:

@@ -117,6 +117,11 @@ class Checkpoint:
         return MappingProxyType({e.name: Record(*(getattr(e, field) for field in fields)) for e in entries})
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Records of the run that this epoch does not have, each with the reason (``every`` of ``open``)."""
+        return dict(self._manifest.left_out)
+
+    @property
     def bytes_state(self) -> int:
         """Bytes of all its arrays and files, before the codec."""
         return self._manifest.bytes_state
@@ -192,8 +197,10 @@ class Checkpoint:
     def _entry(self, name: str) -> RecordEntry:
         entry = self._manifest.record(name)
         if entry is None:
+            why = self._manifest.left_out.get(name)
+            hint = f" ({why}): latest(need=[{name!r}]) finds the newest epoch that has it" if why is not None else ""
             raise RecordNotFoundError(
-                f"epoch {self.epoch} has no record {name!r}; it has {sorted(self.records)}", epoch=self.epoch
+                f"epoch {self.epoch} has no record {name!r}{hint}; it has {sorted(self.records)}", epoch=self.epoch
             )
         return entry
 

@@ -15,6 +15,7 @@ from ckptstore.options import (
     check_background_cores,
     check_chunk_size,
     check_codec,
+    check_every,
     check_exit_timeout,
     check_max_failures,
     check_on_error,
@@ -52,6 +53,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
     on_full: OnFull = "prune",
     on_error: OnError = "raise",
     max_failures: int = MAX_FAILURES,
+    every: Mapping[str, int] | None = None,
     spill: str | os.PathLike[str] | None = None,
     spill_options: Mapping[str, Any] | None = None,
 ) -> Repository:
@@ -84,6 +86,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
             nothing. Never the newest intact epoch, nor the one that the run resumed from.
         on_error: "raise", or "warn": a save that the store fails is logged, returns None, and training goes on.
         max_failures: with "warn", so many failed saves in a row, and the last of them is raised.
+        every: records that ``save`` and ``save_async`` store less often, e.g. ``{"optimizer": 5}``: only in epochs that
+            are multiples of 5. Prunings keep the newest epoch that has it.
         spill: URL of a second store, which takes a save that the first cannot. See docs/full-disks.md.
         spill_options: its ``storage_options``.
 
@@ -115,6 +119,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
         "on_full": check_on_full(on_full),
         "on_error": check_on_error(on_error),
         "max_failures": check_max_failures(max_failures),
+        "every": check_every(every),
     }
     check_background_cores(background_cores)
     if not all(isinstance(place, (str, os.PathLike)) for place in (url, *((spill,) if spill is not None else ()))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -133,6 +133,35 @@ def check_records(records: Mapping[str, object]) -> dict[str, object]:
     if not _is_mapping(records) or not 0 < len(records) <= MAX_RECORDS:
         raise InvalidRecordError(f"records must be a dict of 1 to {MAX_RECORDS} records, e.g. {{'model': state}}")
     return {check_record_name(name): state for name, state in list(records.items())}
+
+
+def check_every(every: object) -> dict[str, int]:
+    """``every``: record name → how many epochs apart it is saved. InvalidArgumentError otherwise."""
+    if every is None:
+        return {}
+    if not _is_mapping(every) or not all(type(n) is int and n >= 1 for n in every.values()):  # type: ignore[attr-defined]
+        raise InvalidArgumentError(f"every must be a dict such as {{'optimizer': 5}}, not {every!r}")
+    return {check_record_name(name): n for name, n in every.items()}  # type: ignore[attr-defined]
+
+
+def check_need(need: object) -> tuple[str, ...]:
+    """``need``: names of records. InvalidArgumentError otherwise."""
+    if isinstance(need, str) or not isinstance(need, Collection) or not all(isinstance(name, str) for name in need):
+        raise InvalidArgumentError(f"need must be a list of record names such as ['model', 'optimizer'], not {need!r}")
+    return tuple(need)
+
+
+def due(states: dict[str, object], every: Mapping[str, int], epoch: int) -> tuple[dict[str, object], dict[str, str]]:
+    """The records that ``every`` wants saved at this epoch, and why the others are not.
+
+    InvalidRecordError if none is left: such an epoch could not be told from one that was lost.
+    """
+    left = {name: f"it is saved every {every[name]} epochs" for name in states if name in every and epoch % every[name]}
+    if len(left) == len(states):
+        raise InvalidRecordError(
+            f"epoch {epoch} would have no record: every={dict(every)} leaves out {sorted(left)}", epoch=epoch
+        )
+    return {name: state for name, state in states.items() if name not in left}, left
 
 
 def check_size(state_or_bytes: Mapping[str, object] | int) -> int:

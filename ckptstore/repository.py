@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from ckptstore import options
@@ -59,11 +59,13 @@ class Repository(Removing, Preflights, Portable):
         on_full: OnFull = "prune",
         on_error: OnError = "raise",
         max_failures: int = MAX_FAILURES,
+        every: Mapping[str, int] | None = None,
         passport: Passport | None = None,
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
         self._keep = options.check_policy(keep)
+        self._every = options.check_every(every)
         self._chunk_size = options.check_chunk_size(chunk_size)
         self._codec = options.check_codec(codec)
         self._background_cores = options.check_background_cores(background_cores)
@@ -141,7 +143,7 @@ class Repository(Removing, Preflights, Portable):
         options.check_flag("replace", replace)
         number, skeleton = check_epoch(epoch), options.check_metadata(metadata)
         Meter(progress, 0)  # refuses what cannot be called
-        states = options.check_records(records)
+        states, left_out = options.due(options.check_records(records), self._every, number)
         self._background.settle()
         flats = options.flatten_all(states)
 
@@ -153,7 +155,7 @@ class Repository(Removing, Preflights, Portable):
             return checkpoint
 
         with self._flights.call():
-            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt))
+            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt, left_out))
         return outcome if isinstance(outcome, Checkpoint) else None
 
     def save_async(
@@ -183,13 +185,14 @@ class Repository(Removing, Preflights, Portable):
         options.check_when_busy(when_busy)
         options.check_flag("replace", replace)
         number = check_epoch(epoch)
-        states = options.check_records(records)
+        states, left_out = options.due(options.check_records(records), self._every, number)
         skeleton = options.check_metadata(metadata)
 
         Meter(progress, 0)
 
         def save(flats: dict[str, FlatState], attempt: Attempt) -> Checkpoint | Exception:
-            return self._save(Work(number, skeleton, replace, progress, flats, attempt), self._background_cores)
+            work = Work(number, skeleton, replace, progress, flats, attempt, left_out)
+            return self._save(work, self._background_cores)
 
         return self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
 
@@ -197,7 +200,8 @@ class Repository(Removing, Preflights, Portable):
         """See a save through. An error in place of the checkpoint was forgiven."""
 
         def begin(total: int, told: Told) -> Transaction:
-            return self._begin(work.epoch, work.metadata, work.replace, Meter(work.progress, total), cores, told)
+            meter = Meter(work.progress, total)
+            return self._begin(work.epoch, work.metadata, work.replace, meter, cores, told, work.left_out)
 
         return self._rescue.save(begin, work)
 
@@ -231,6 +235,7 @@ class Repository(Removing, Preflights, Portable):
         meter: Meter,
         cores: int | None = None,
         told: Told = lambda: None,
+        left_out: Mapping[str, str] = MappingProxyType({}),
     ) -> Transaction:
         options.check_flag("replace", replace)
         if not self._has_saved:
@@ -239,7 +244,8 @@ class Repository(Removing, Preflights, Portable):
         commits = self._fence.enter()
         if not commits and self._has_saved:  # a listing with commits shows as well that the place has not vanished
             self._foundation.require(restore=True)
-        plan = Plan(epoch, metadata, replace, self._chunk_size, self._codec, self.id, self._fence, cores, self._pace)
+        form = self._chunk_size, self._codec, self.id, self._fence
+        plan = Plan(epoch, metadata, replace, *form, cores, self._pace, left_out)
         txn = Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
         self._flights.add(txn)
         return txn
@@ -247,7 +253,11 @@ class Repository(Removing, Preflights, Portable):
     # ---- reading -------------------------------------------------------------------------------------------
 
     def latest(
-        self, deep: bool = False, progress: Progress | None = None, run_id: str | None = None
+        self,
+        deep: bool = False,
+        progress: Progress | None = None,
+        run_id: str | None = None,
+        need: Collection[str] = (),
     ) -> Checkpoint | None:
         """The newest intact checkpoint; None only if the repository is proven to be empty.
 
@@ -258,6 +268,7 @@ class Repository(Removing, Preflights, Portable):
         Args:
             run_id: look only at what this run has saved (``repo.run_id`` for one's own); then None says that it has
                 saved nothing.
+            need: names of records; an epoch that lacks one is passed by. None says that no epoch has them all.
 
         Raises:
             CorruptionError: there are epochs, but none is intact.
@@ -265,10 +276,11 @@ class Repository(Removing, Preflights, Portable):
             RepositoryNotFoundError: the repository has vanished (is the mount there?).
             StoreError: the store did not answer. Never taken for "no checkpoint".
         """
-        run = None if run_id is None else options.check_run_id(run_id)
-        manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress, run=run)
-        if manifest is None and run is not None:  # see below; of the others we would not know
-            manifest, skipped = self._catalog.newest_intact(deep=deep, progress=progress, run=run)
+        run, names = None if run_id is None else options.check_run_id(run_id), options.check_need(need)
+        look = partial(self._catalog.newest_intact, deep=deep, progress=progress, run=run, need=names)
+        manifest, skipped = look()
+        if manifest is None and (run is not None or names):  # see below; of the others we would not know
+            manifest, skipped = look()
         if manifest is not None:
             for step in skipped:
                 log.warning("skipped %s", step)
@@ -278,7 +290,9 @@ class Repository(Removing, Preflights, Portable):
             reasons = "; ".join(map(str, skipped))
             raise CorruptionError(f"no epoch in {self.url} is intact: {reasons}", key=skipped[0].key)
         self._foundation.require()
-        if run is None and self._catalog.committed():  # a listing beside a replace can miss both generations: again
+        if (
+            run is None and not names and self._catalog.committed()
+        ):  # a listing beside a replace can miss both generations: again
             return self.latest(deep, progress)
         return None
 

@@ -42,6 +42,7 @@ class Work:
     progress: Progress | None
     flats: Mapping[str, FlatState]
     attempt: Attempt
+    left_out: Mapping[str, str]
 
 
 class Rescue:

@@ -95,8 +95,12 @@ def prune(
             newest, _ = catalog.newest_intact(deep=True, run=run)  # others may share what rotted
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
-        elif newest.epoch not in kept:
-            kept[newest.epoch] = "the newest intact epoch"
+        else:
+            kept.setdefault(newest.epoch, "the newest intact epoch")
+            for name in newest.left_out:  # or nothing could be resumed from
+                having, _ = catalog.newest_intact(deep=deep, run=run, need=[name])
+                if having is not None:
+                    kept.setdefault(having.epoch, f"the newest intact epoch that has {name!r}")
     if dry_run or any(info.epoch not in kept for info in infos):  # now, after all that may have taken time
         kept.update({epoch: f"pinned: {reason}" for epoch, reason in pinned(catalog.store).items()})
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -77,14 +78,18 @@ class SpillRepository(Repository):
         return outcome
 
     def latest(
-        self, deep: bool = False, progress: Progress | None = None, run_id: str | None = None
+        self,
+        deep: bool = False,
+        progress: Progress | None = None,
+        run_id: str | None = None,
+        need: Collection[str] = (),
     ) -> Checkpoint | None:
         """As of any repository, but the newest of both stores. One that does not answer raises StoreError."""
         problem: CorruptionError | None = None
         found = []
         for look in (super().latest, self.spill.latest):
             try:
-                found.append(look(deep, progress, run_id))
+                found.append(look(deep, progress, run_id, need))
             except CorruptionError as error:
                 log.warning("skipped a store: %s", error)
                 problem = error

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +55,7 @@ class Plan:
     fence: Fence
     cores: int | None = None  # at most so many busy threads; None: all cores of this process
     pace: Pace | None = None  # what earlier saves found out about the store's speed
+    left_out: Mapping[str, str] = field(default_factory=dict)  # record → why it is not saved this time
 
 
 class Transaction:
@@ -271,6 +272,7 @@ class Transaction:
             bytes_reused=self.tally.bytes_reused,
             run=self._plan.fence.run,
             writer_number=self._plan.fence.number,
+            left_out={name: why for name, why in self._plan.left_out.items() if name not in self._names},
         )
 
     # ---- abort ---------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, An
         "created": found.created,
         "run": found.run,
         "records": [record.name for record in found.records],
+        "left_out": dict(found.left_out),
         "bytes_state": found.bytes_state,
         "bytes_stored": found.bytes_needed,
         "bytes_sent": found.bytes_sent,

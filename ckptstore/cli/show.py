@@ -106,6 +106,7 @@ def _as_json(
         "bytes_sent": manifest.bytes_sent,
         "bytes_reused": manifest.bytes_reused,
         "metadata": ckpt.metadata,
+        "left_out": ckpt.left_out,
         "records": records,
         "skipped": [{"epoch": s.epoch, "key": s.key, "reason": s.reason} for s in ckpt.skipped],
     }
@@ -128,6 +129,8 @@ def _print(
     facts.add_row("stored", f"{size(stored)}, ratio {ratio(manifest.bytes_state, stored)}")
     found = f"found {size(manifest.bytes_reused)} of the state there already"
     facts.add_row("its save", f"{found} and sent {size(manifest.bytes_sent)}")
+    for name, why in ckpt.left_out.items():
+        facts.add_row("left out", Text(f"{clean(name)}: {clean(why)}"))
     for key, value in ckpt.metadata.items():
         facts.add_row("metadata", Text(f"{clean(key)} = {clean(value if isinstance(value, str) else repr(value))}"))
     console.print(facts)
