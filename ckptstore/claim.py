@@ -57,6 +57,13 @@ class Claim:
         for attempt in self.adopted:
             self.known.adopt(attempt, self._chunks(attempt))
 
+    def take_all_of(self, manifest: Manifest) -> None:
+        """Put the lease and build on this checkpoint alone. TransactionError if it is gone."""
+        self.base = manifest
+        self._lease.claim(manifest.key, manifest.attempts)
+        if not self._base_is_there():
+            raise self._swept(manifest.key)
+
     def prove_own_flag(self) -> None:
         """Prove that no sweeper has condemned this attempt. TransactionError otherwise, as from all proofs."""
         self._prove_not_condemned(self._lease.lease.attempt)

@@ -113,7 +113,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ``attempts`` lists every attempt whose objects the checkpoint reaches. ``created`` and ``writer``
     are information for people: nothing is decided by them. ``run`` is the name of the run that saved it, empty where
     it has none, and ``writer_number`` which of its writers it was. ``left_out`` names records that the run has and this
-    epoch lacks, each with the reason.
+    epoch lacks, each with the reason. ``saved`` is the store's time of the first generation, in seconds since 1970,
+    where this one took it over; else 0, and the time of the object counts.
     """
 
     format: int = FORMAT
@@ -132,7 +133,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_reused: int
     run: str = ""
     writer_number: int = 0
-    left_out: dict[str, str] = {}  # msgspec copies it for each
+    left_out: dict[str, str] = {}
+    saved: float = 0.0
 
     @property
     def key(self) -> str:

@@ -24,7 +24,7 @@ from ckptstore.options import (
     check_run_id,
 )
 from ckptstore.pickling import Opener
-from ckptstore.policies import Policy
+from ckptstore.policies import AnyPolicy
 from ckptstore.reclaim import OnFull
 from ckptstore.repository import Repository
 from ckptstore.spill import SpillRepository
@@ -37,7 +37,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
     url: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None = None,
     retry: RetryPolicy | None = None,
-    keep: Policy | None = None,
+    keep: AnyPolicy | None = None,
     create: bool = True,
     *,
     unsafe_single_writer: bool = False,
@@ -63,7 +63,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
         url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``.
         storage_options: passed to s3fs or gcsfs, e.g. ``{"endpoint_url": ..., "key": ..., "secret": ...}``.
         retry: how transient failures are retried.
-        keep: after each save, prune what this policy does not keep.
+        keep: after each save, prune what this policy does not keep; or a policy for each of some records, as of
+            ``Repository.prune``.
         create: False to open only what exists; then nothing is written until you save.
         unsafe_single_writer: accept a store that ignores conditional puts, or a folder on a mount without hard links
             and the like. Then two writers at the same time *can* destroy each other's commit: you promise that there

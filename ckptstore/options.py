@@ -12,7 +12,7 @@ from ckptstore.errors import InvalidArgumentError, InvalidRecordError
 from ckptstore.jsonsize import fits
 from ckptstore.manifest import MAX_OBJECTS, MAX_RECORDS, check_record_name
 from ckptstore.pipeline import cores
-from ckptstore.policies import Policy
+from ckptstore.policies import PerRecord, Policy
 from ckptstore.tree import FlatState, flatten
 
 MAX_METADATA = 8 * 1024 * 1024
@@ -30,10 +30,14 @@ _ON_FULL = ("prune", "oldest", "raise")
 _ON_ERROR = ("raise", "warn")
 
 
-def check_policy(keep: object) -> Policy | None:
-    """``keep``, if it is a policy or None. InvalidArgumentError otherwise."""
-    if keep is not None and not isinstance(keep, Policy):
-        raise InvalidArgumentError(f"keep must be a policy such as KeepLast(3), not {keep!r}")
+def check_policy(keep: object) -> Policy | PerRecord | None:
+    """``keep``, if it is a policy or None, or a policy for each of some records. InvalidArgumentError otherwise."""
+    if _is_mapping(keep) and keep and all(isinstance(policy, Policy) for policy in keep.values()):  # type: ignore[attr-defined]
+        return PerRecord({check_record_name(name): policy for name, policy in keep.items()})  # type: ignore[attr-defined]
+    if keep is not None and not isinstance(keep, (Policy, PerRecord)):
+        raise InvalidArgumentError(
+            f"keep must be a policy such as KeepLast(3), or a dict of such by record, not {keep!r}"
+        )
     return keep
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -196,6 +196,43 @@ class _Intersection(Policy):
     def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
         second = self.second.keep(epochs)
         return {e: f"{why} and {second[e]}" for e, why in self.first.keep(epochs).items() if e in second}
+
+
+@dataclass(frozen=True)
+class PerRecord:
+    """A policy for each of some records. An epoch goes when none of them is kept in it; else only the records go.
+
+    Records that it does not name stay as long as their epoch does, and so do epochs that have none of those it names.
+    """
+
+    policies: Mapping[str, Policy]
+
+    def choose(
+        self, epochs: Sequence[EpochInfo], records: Mapping[int, Collection[str]]
+    ) -> tuple[dict[int, str], dict[int, dict[str, str]]]:
+        """Epochs to keep with the reason, and for each of them the records to drop, with the reason.
+
+        Args:
+            records: names of the records of each epoch.
+        """
+        found: dict[int, dict[str, str]] = {info.epoch: {} for info in epochs}
+        for name, policy in self.policies.items():
+            for epoch, why in policy.keep([info for info in epochs if name in records[info.epoch]]).items():
+                found[epoch][name] = why
+        kept: dict[int, str] = {}
+        drops: dict[int, dict[str, str]] = {}
+        for epoch, reasons in found.items():
+            named = [name for name in self.policies if name in records[epoch]]
+            if reasons or not named:
+                kept[epoch] = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "no policy names a record"
+                gone = {name: "no policy keeps it" for name in named if name not in reasons}
+                if gone:
+                    drops[epoch] = gone
+        return kept, drops
+
+
+AnyPolicy = Policy | PerRecord | Mapping[str, Policy]
+"""What says what to keep: one policy, or one for each of some records."""
 
 
 def parse_policy(text: str) -> Policy:

@@ -18,7 +18,7 @@ from ckptstore.catalog import Catalog
 from ckptstore.errors import CkptStoreError, CorruptionError
 from ckptstore.lease import read_leases, seems_dead
 from ckptstore.manifest import Manifest
-from ckptstore.policies import EpochInfo, Policy
+from ckptstore.policies import EpochInfo, PerRecord, Policy
 from ckptstore.retention import PruneReport, gc
 from ckptstore.sweep import remove_attempt
 
@@ -87,7 +87,7 @@ class Holdings:
 class Reclaim:
     """Frees space in one repository, as far as ``on_full`` and its policy allow."""
 
-    def __init__(self, catalog: Catalog, prune: Prune, keep: Policy | None, on_full: OnFull) -> None:
+    def __init__(self, catalog: Catalog, prune: Prune, keep: Policy | PerRecord | None, on_full: OnFull) -> None:
         self._catalog = catalog
         self._prune = prune
         self._keep = keep

@@ -11,7 +11,7 @@ from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import check_epoch
-from ckptstore.policies import Policy
+from ckptstore.policies import AnyPolicy, PerRecord, Policy
 from ckptstore.retention import GcReport, PruneReport
 from ckptstore.sweep import delete_commits
 
@@ -23,7 +23,7 @@ class Removing:
     _failures: Failures
     _fence: Fence
     _foundation: Foundation
-    _keep: Policy | None
+    _keep: Policy | PerRecord | None
     _resumed: set[int]
 
     def delete(self, epoch: int) -> None:
@@ -43,7 +43,7 @@ class Removing:
         pins.remove(self._catalog.store, number)
         self._failures.forget(number)
 
-    def prune(self, policy: Policy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
+    def prune(self, policy: AnyPolicy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
         """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
         Never deletes the newest intact epoch, pinned ones, nor those that this process loaded before its first save:
@@ -51,13 +51,15 @@ class Removing:
         that name; without one, only epochs that no named run has saved.
 
         Args:
+            policy: one policy, or one for each of some records: ``{"model": KeepLast(9), "optimizer": KeepLast(1)}``.
+                Then an epoch goes when none of these records is kept in it; else only the records go.
             deep: read the newest epoch in full, to be sure that it is intact before others go. (The pruning that
                 follows a save reads only what the new epoch took over from earlier ones, each chunk once a process.)
             dry_run: delete nothing; the report says what would be deleted, and what that would free.
         """
         return self._prune(policy, dry_run=dry_run, deep=deep, weigh=dry_run)
 
-    def plan(self, policy: Policy | None = None, deep: bool = False) -> PruneReport:
+    def plan(self, policy: AnyPolicy | None = None, deep: bool = False) -> PruneReport:
         """What ``prune`` with this policy would do: ``kept`` and ``removed`` hold a reason for every epoch."""
         return self.prune(policy, dry_run=True, deep=deep)
 
@@ -86,7 +88,12 @@ class Removing:
         return pins.pinned(self._catalog.store)
 
     def _prune(
-        self, policy: Policy | None = None, *, dry_run: bool = False, deep: bool = True, weigh: bool = False
+        self,
+        policy: AnyPolicy | None = None,
+        *,
+        dry_run: bool = False,
+        deep: bool = True,
+        weigh: bool = False,
     ) -> PruneReport:
         chosen = options.check_policy(policy) if policy is not None else self._keep
         if chosen is None:

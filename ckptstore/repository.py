@@ -27,7 +27,7 @@ from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.pace import Pace
 from ckptstore.pickling import Passport, Portable
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.policies import Policy
+from ckptstore.policies import AnyPolicy
 from ckptstore.reclaim import OnFull, Reclaim
 from ckptstore.removing import Removing
 from ckptstore.rescue import Preflights, Rescue, Work
@@ -48,7 +48,7 @@ class Repository(Removing, Preflights, Portable):
         self,
         store: Store,
         *,
-        keep: Policy | None = None,
+        keep: AnyPolicy | None = None,
         create: bool = True,
         unsafe_single_writer: bool = False,
         chunk_size: int = CHUNK_SIZE,

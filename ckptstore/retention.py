@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -10,14 +11,25 @@ from typing import Any
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import InvalidArgumentError, StoreFullError
+from ckptstore.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+    StoreFullError,
+    TransactionError,
+)
 from ckptstore.fence import superseded
 from ckptstore.lease import EXPIRY, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.pins import pinned
-from ckptstore.policies import EpochInfo, Policy
+from ckptstore.policies import EpochInfo, PerRecord, Policy
 from ckptstore.stores.base import ObjectInfo, Store
 from ckptstore.sweep import Removal, condemn, delete_commits, store_time, sweep
+from ckptstore.sweep import weigh as weigh_up
+from ckptstore.thinning import thin
+
+log = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,8 @@ class PruneReport:
     objects: list[Removal]
     spared: dict[str, str]
     dry_run: bool
+    dropped: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Records dropped from epochs that were kept, each with the reason."""
 
     @property
     def bytes_freed(self) -> int:
@@ -52,7 +66,7 @@ class GcReport:
 
 def prune(
     catalog: Catalog,
-    policy: Policy,
+    policy: Policy | PerRecord,
     *,
     run: str,
     protected: Mapping[int, str],
@@ -72,43 +86,106 @@ def prune(
             earlier epochs are read, each once a process.
         weigh: a dry run finds out what would be freed.
     """
+    plan = _plan(catalog, policy, run=run, protected=protected, metadata=metadata, deep=deep, look_at_pins=dry_run)
+    victims = plan.victims
+    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
+    removed = {commit.epoch: "no policy keeps it" for commit in victims}
+    if not dry_run:
+        for commit, names in plan.thinned.items():
+            swept.removed += _thin(catalog, commit, names, plan.times[commit])
+    elif weigh:
+        gone = {commit: frozenset(record.name for record in plan.manifests[commit].records) for commit in victims}
+        swept.removed += weigh_up(catalog, {**gone, **plan.thinned}, "its epoch was pruned")
+    dropped = {commit.epoch: dict(names) for commit, names in sorted(plan.thinned.items())}
+    return PruneReport(removed, plan.kept, swept.removed, swept.spared, dry_run, dropped)
+
+
+@dataclass
+class _Plan:
+    """What is to be done, and why."""
+
+    times: dict[Committed, float]
+    manifests: dict[Committed, Manifest]
+    kept: dict[int, str]
+    victims: list[Committed]
+    thinned: dict[Committed, dict[str, str]]
+
+
+def _thin(catalog: Catalog, commit: Committed, names: Mapping[str, str], saved: float) -> list[Removal]:
+    """Drop records of a checkpoint. What comes in between leaves it as it is, for the next prune."""
+    try:
+        manifest = catalog.manifest(commit)
+        removed = weigh_up(catalog, {commit: names}, "its record was dropped")
+        thin(catalog, manifest, names, saved)
+    except (ObjectNotFoundError, AlreadyExistsError, TransactionError, CorruptionError) as error:
+        log.info("epoch %d keeps its records for now: %s", commit.epoch, error)
+        return []
+    return removed
+
+
+def _plan(
+    catalog: Catalog,
+    policy: Policy | PerRecord,
+    *,
+    run: str,
+    protected: Mapping[int, str],
+    metadata: Any,
+    deep: bool,
+    look_at_pins: bool,
+) -> _Plan:
     times = catalog.commit_times()
     commits = sorted(times)
+    every: dict[Committed, Manifest] = {}
     manifests: dict[int, Manifest] = {}
     unreadable: dict[int, str] = {}
     for commit, manifest in catalog.manifests(commits):
         if isinstance(manifest, Manifest):
-            manifests[commit.epoch] = manifest  # ascending: the highest generation stays
+            manifests[commit.epoch] = every[commit] = manifest  # ascending: the highest generation stays
         else:
             unreadable[commit.epoch] = "its manifest is damaged: delete it by hand or restore it"
     foreign = {e: _belongs(m) for e, m in manifests.items() if m.run != run}
     saved = {commit.epoch: times[commit] for commit in commits}
     infos = [
-        EpochInfo(epoch, metadata(manifest), saved[epoch], manifest.bytes_needed)
+        EpochInfo(epoch, metadata(manifest), manifest.saved or saved[epoch], manifest.bytes_needed)
         for epoch, manifest in sorted(manifests.items())
         if epoch not in foreign
     ]
-    kept = {**policy.keep(infos), **foreign, **protected, **unreadable}
-    if any(info.epoch not in kept for info in infos):
+    chosen, drops = _choose(policy, infos, manifests)
+    kept = {**chosen, **foreign, **protected, **unreadable}
+    whole = {*foreign, *protected, *unreadable}  # epochs that lose no record either
+    if drops or any(info.epoch not in kept for info in infos):
         newest, _ = catalog.newest_intact(deep=deep, run=run)
         if newest is not None and not deep and not catalog.check_reused(newest):
             newest, _ = catalog.newest_intact(deep=True, run=run)  # others may share what rotted
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
+            whole |= kept.keys()
         else:
             kept.setdefault(newest.epoch, "the newest intact epoch")
+            whole.add(newest.epoch)
             for name in newest.left_out:  # or nothing could be resumed from
                 having, _ = catalog.newest_intact(deep=deep, run=run, need=[name])
                 if having is not None:
                     kept.setdefault(having.epoch, f"the newest intact epoch that has {name!r}")
-    if dry_run or any(info.epoch not in kept for info in infos):  # now, after all that may have taken time
-        kept.update({epoch: f"pinned: {reason}" for epoch, reason in pinned(catalog.store).items()})
+                    whole.add(having.epoch)
+    if look_at_pins or drops or any(info.epoch not in kept for info in infos):  # now, after all that takes time
+        pins = pinned(catalog.store)
+        kept.update({epoch: f"pinned: {reason}" for epoch, reason in pins.items()})
+        whole |= pins.keys()
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
-    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run, weigh=weigh)
-    removed = {commit.epoch: "no policy keeps it" for commit in victims}
+    newest_of = {commit.epoch: commit for commit in commits if commit in every}
+    thinned = {newest_of[epoch]: names for epoch, names in sorted(drops.items()) if epoch not in whole}
     # An epoch that another process deleted after our listing is neither removed by us nor kept.
     present = kept.keys() & {commit.epoch for commit in commits}
-    return PruneReport(removed, {e: kept[e] for e in sorted(present)}, swept.removed, swept.spared, dry_run)
+    return _Plan(times, every, {e: kept[e] for e in sorted(present)}, victims, thinned)
+
+
+def _choose(
+    policy: Policy | PerRecord, infos: list[EpochInfo], manifests: Mapping[int, Manifest]
+) -> tuple[dict[int, str], dict[int, dict[str, str]]]:
+    if isinstance(policy, Policy):
+        return policy.keep(infos), {}
+    return policy.choose(infos, {epoch: {r.name for r in m.records} for epoch, m in manifests.items()})
 
 
 def _belongs(manifest: Manifest) -> str:

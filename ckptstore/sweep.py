@@ -10,9 +10,12 @@ is dead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import msgspec
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
@@ -66,7 +69,7 @@ def sweep(
     reason: str,
     *,
     dead: Collection[Sighting | str] = (),
-    gone: Collection[Committed] = (),
+    gone: Mapping[Committed, Collection[str]] = MappingProxyType({}),
     dry_run: bool = False,
 ) -> Swept:
     """Delete those ``candidates`` (content key → size) that nothing needs any more.
@@ -78,7 +81,7 @@ def sweep(
     Args:
         dead: leases that do not count, because their attempts are condemned: attempt ids, or sightings, which stop
             counting as dead when the lease has been renewed since.
-        gone: of a dry run: commits that are to be looked at as if they were deleted.
+        gone: of a dry run: records by commit that are to be looked at as if they were deleted.
     """
     swept = Swept()
     if not candidates:
@@ -119,41 +122,37 @@ def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | s
 
 
 def _reached(
-    catalog: Catalog, attempts: set[str], gone: Collection[Committed]
+    catalog: Catalog, attempts: set[str], gone: Mapping[Committed, Collection[str]]
 ) -> tuple[set[str], dict[str, str], str | None]:
     """Keys that manifests reach within ``attempts``; attempts not fully known; a reason to delete nothing."""
     reached: set[str] = set()
     unknown: dict[str, str] = {}
     damaged = None
-    for commit, manifest in catalog.manifests(commit for commit in catalog.committed() if commit not in gone):
+    for commit, manifest in catalog.manifests(catalog.committed()):
         if isinstance(manifest, CorruptionError):
             damaged = (
                 f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
             )
         elif attempts.intersection(manifest.attempts):
+            left = tuple(entry for entry in manifest.records if entry.name not in gone.get(commit, ()))
             try:
-                reached |= catalog.reach(manifest)
+                reached |= catalog.reach(msgspec.structs.replace(manifest, records=left))
             except CorruptionError as error:
                 reached.update(entry.key for entry in manifest.records)
                 unknown.update(dict.fromkeys(manifest.attempts, error.key or commit.key))
     return reached, unknown, damaged
 
 
-def delete_commits(
-    catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False, weigh: bool = False
-) -> Swept:
+def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
     """Delete checkpoints: their manifests first (from then on they do not exist), then what only they needed.
 
-    Lower generations go first, so that a crash in between never brings an older content of an epoch back.
-
-    Args:
-        weigh: a dry run finds out what else would be deleted with the manifests. That reads all indexes.
+    Lower generations go first, so that a crash in between never brings an older content of an epoch back. A dry run
+    lists the manifests only; ``weigh`` finds out the rest.
     """
     store = catalog.store
     result = Swept()
     candidates: dict[str, int] = {}
-    commits = sorted(commits)
-    for commit in commits:
+    for commit in sorted(commits):
         try:
             candidates.update(_needs(catalog, catalog.manifest(commit)))
         except CorruptionError as error:
@@ -164,8 +163,6 @@ def delete_commits(
             store.delete(commit.key)
         result.removed.append(Removal(commit.key, reason))
     if dry_run:
-        if weigh:
-            result.removed += sweep(catalog, candidates, reason, gone=set(commits), dry_run=True).removed
         return result
     swept = sweep(catalog, candidates, reason)
     held = {key: candidates[key] for key, why in swept.spared.items() if why == _IN_PROGRESS}
@@ -177,6 +174,19 @@ def delete_commits(
     result.removed += swept.removed
     result.spared = swept.spared
     return result
+
+
+def weigh(catalog: Catalog, gone: Mapping[Committed, Collection[str]], reason: str) -> list[Removal]:
+    """The objects that would go with these records (by commit): those that nothing else needs. Reads all indexes."""
+    candidates: dict[str, int] = {}
+    for commit, names in gone.items():
+        try:
+            manifest = catalog.manifest(commit)
+            records = tuple(entry for entry in manifest.records if entry.name in names)
+            candidates.update(_needs(catalog, msgspec.structs.replace(manifest, records=records)))
+        except (CorruptionError, ObjectNotFoundError):
+            continue
+    return sweep(catalog, candidates, reason, gone=gone, dry_run=True).removed
 
 
 def _condemn_expired(store: Store, held: Collection[str]) -> list[Sighting]:

@@ -23,7 +23,7 @@ FLOORS: dict[float, set[str]] = {
     3: {
         "background", "catalog", "checkpoint", "claim", "commit", "exiting", "failures", "fence", "flights",
         "foundation", "lease", "opening", "options", "pickling", "pins", "preemption", "preflight", "reclaim",
-        "removing", "repository", "rescue", "retention", "spill", "sweep", "transaction", "verify",
+        "removing", "repository", "rescue", "retention", "spill", "sweep", "thinning", "transaction", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},
