@@ -130,6 +130,11 @@ def out() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_A_PIPE)
 
 
+def err() -> Console:
+    """Stderr, for people."""
+    return Console(stderr=True, highlight=False)
+
+
 def print_json(text: str) -> None:
     """Stdout, for programs."""
     sys.stdout.write(text + "\n")

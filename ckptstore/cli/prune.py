@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,20 +19,34 @@ from ckptstore.cli._common import (
     Url,
     Yes,
     ask,
+    err,
     open_repository,
     out,
     print_json,
+    split_pairs,
 )
 from ckptstore.cli._format import clean, size, to_json
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.policies import AnyPolicy
 
 _Keep = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--keep",
         metavar="POLICY",
         show_default=False,
         help="e.g. 'KeepLast(5) | KeepBest(\"loss\", 3) | KeepDaily(7)'. Also KeepEvery(n), KeepWithin(hours), "
         "KeepHourly(n), KeepWeekly(n), KeepBytes(limit); | keeps what either keeps, & what both keep.",
+    ),
+]
+_Records = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--record",
+        metavar="NAME=POLICY",
+        show_default=False,
+        help="In place of --keep a policy for each of some records, e.g. 'optimizer=KeepLast(1)'. May be repeated. An "
+        "epoch goes when none of them is kept in it; else only the records go.",
     ),
 ]
 _Run = Annotated[
@@ -50,7 +65,8 @@ _Grace = Annotated[
 
 def plan(
     url: Url,
-    keep: _Keep,
+    keep: _Keep = None,
+    record: _Records = None,
     run: _Run = "",
     json: Json = False,
     option: Options = None,
@@ -61,14 +77,15 @@ def plan(
 
     Example: [cyan]ckptstore plan s3://runs/llama --keep 'KeepLast(5) | KeepBest("loss", 3)'[/cyan]
     """
-    policy = parse_policy(keep)
+    policy = _policy(keep, record)
     with open_repository(url, option, unsafe, create=False, run=run) as repo:
         _show(repo.url, repo.plan(policy), json)
 
 
 def prune(
     url: Url,
-    keep: _Keep,
+    keep: _Keep = None,
+    record: _Records = None,
     run: _Run = "",
     quick: _Quick = False,
     dry_run: DryRun = False,
@@ -84,12 +101,13 @@ def prune(
 
     Example: [cyan]ckptstore prune s3://runs/llama --keep 'KeepLast(5)' --dry-run[/cyan]
     """
-    policy = parse_policy(keep)
+    policy = _policy(keep, record)
     with open_repository(url, option, unsafe, create=False, run=run) as repo:
         if not dry_run and not yes:
             planned = repo.plan(policy)
-            if planned.removed:
-                ask(f"Delete {len(planned.removed)} epochs ({size(planned.bytes_freed)}) of {repo.url}?", yes)
+            if planned.removed or planned.dropped:
+                _show(repo.url, planned, json=False, to=err())
+                ask(f"Delete {size(planned.bytes_freed)} of {repo.url}?", yes)
         _show(repo.url, repo.prune(policy, dry_run=dry_run, deep=not quick), json)
 
 
@@ -128,12 +146,24 @@ def gc(
             console.print(Text(f"left alone: {clean(key)}: {clean(why)}", "yellow"))
 
 
-def _show(url: str, report: PruneReport, json: bool) -> None:
+def _policy(keep: str | None, records: list[str] | None) -> AnyPolicy:
+    if (keep is None) == (not records):
+        raise InvalidArgumentError("say what to keep: either --keep POLICY or --record NAME=POLICY, e.g. 'KeepLast(5)'")
+    if keep is not None:
+        return parse_policy(keep)
+    pairs = split_pairs(records or (), "--record NAME=POLICY")
+    return {name: parse_policy(text) for name, text in pairs.items()}
+
+
+def _show(url: str, report: PruneReport, json: bool, to: Console | None = None) -> None:
     if json:
-        epochs = [{"epoch": epoch, "kept": epoch in report.kept, "reason": why} for epoch, why in _all(report)]
+        epochs = [
+            {"epoch": e, "kept": e in report.kept, "reason": why, "dropped": report.dropped.get(e, {})}
+            for e, why in _all(report)
+        ]
         print_json(to_json({**_objects(url, report), "epochs": epochs}))
         return
-    console = out()
+    console = to or out()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("epoch", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -142,10 +172,15 @@ def _show(url: str, report: PruneReport, json: bool) -> None:
     for epoch, why in _all(report):
         kept = epoch in report.kept
         table.add_row(str(epoch), Text("kept", "green") if kept else Text(goes, "red"), Text(clean(why)))
+        for name, reason in report.dropped.get(epoch, {}).items():
+            table.add_row("", Text(goes, "red"), Text(clean(f"its {name}: {reason}")))
     if report.kept or report.removed:
         console.print(table)
     verb = "would be deleted" if report.dry_run else "deleted"
-    console.print(Text(f"{len(report.removed)} epochs {verb}, {size(report.bytes_freed)}; {len(report.kept)} kept"))
+    records = sum(map(len, report.dropped.values()))
+    more = f" and {records} records of others" if records else ""
+    freed = f"{len(report.removed)} epochs{more} {verb}, {size(report.bytes_freed)}"
+    console.print(Text(f"{freed}; {len(report.kept)} kept"))
     if report.spared:
         console.print(Text(f"{len(report.spared)} objects were left alone: {next(iter(report.spared.values()))}"))
 

@@ -88,3 +88,23 @@ def test_a_policy_that_is_none(run: Run, tmp_path: Path, text: str) -> None:
     result = run("plan", tmp_path / "nowhere", "--keep", text)
     assert result.code == 1
     assert "KeepLast" in result.err
+
+
+def test_records(run: Run, tmp_path: Path) -> None:
+    """Policies by record drop records; the table and the JSON name them; without any policy nothing is done."""
+    place = tmp_path / "r"
+    with ckptstore.open(place) as repo:
+        for epoch in (1, 2, 3):
+            repo.save(epoch, {"model": {"w": epoch}, "optimizer": {"m": epoch}})
+    line = ("--record", "model=KeepLast(2)", "--record", "optimizer=KeepLast(1)")
+    assert "its optimizer: no policy keeps it" in run("plan", place, *line).out
+    done = run("prune", place, *line, "--yes", "--json").json
+    assert [(e["epoch"], e["kept"], e["dropped"]) for e in done["epochs"]] == [
+        (1, False, {}),
+        (2, True, {"optimizer": "no policy keeps it"}),
+        (3, True, {}),
+    ]
+    assert "no policy keeps it" in run("show", place, 2).out
+    for wrong in ((), ("--keep", "KeepLast(1)", *line), ("--record", "KeepLast(1)"), ("--record", "model=Keep")):
+        assert run("prune", place, *wrong, "--yes").code == 1
+    assert epochs(place) == [2, 3]
