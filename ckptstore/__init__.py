@@ -36,6 +36,7 @@ from ckptstore.errors import (
     TransactionError,
     TransientError,
 )
+from ckptstore.mirror import EpochCopy, MirrorReport
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
 from ckptstore.policies import (
     EpochInfo,
@@ -73,6 +74,7 @@ __all__ = [
     "CkptStoreError",
     "CorruptionError",
     "DeadlineError",
+    "EpochCopy",
     "EpochExistsError",
     "EpochHealth",
     "EpochInfo",
@@ -90,6 +92,7 @@ __all__ = [
     "KeepLast",
     "KeepWeekly",
     "KeepWithin",
+    "MirrorReport",
     "NotFoundError",
     "ObjectExistsError",
     "ObjectNotFoundError",

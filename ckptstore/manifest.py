@@ -107,6 +107,14 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True):
         return keys.record_key(self.attempt, self.digest)
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """Where a checkpoint was committed first. The attempt alone tells it from every other."""
+
+    repository: str
+    generation: int
+    attempt: str
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One committed checkpoint. The object under ``keys.manifest_key(epoch, generation)`` is the commit.
 
@@ -114,7 +122,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     are information for people: nothing is decided by them. ``run`` is the name of the run that saved it, empty where
     it has none, and ``writer_number`` which of its writers it was. ``left_out`` names records that the run has and this
     epoch lacks, each with the reason. ``saved`` is the store's time of the first generation, in seconds since 1970,
-    where this one took it over; else 0, and the time of the object counts.
+    where this one took it over; else 0, and the time of the object counts. ``origin``
+    is where a copy comes from.
     """
 
     format: int = FORMAT
@@ -135,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     writer_number: int = 0
     left_out: dict[str, str] = {}
     saved: float = 0.0
+    origin: Origin | None = None
 
     @property
     def key(self) -> str:
@@ -144,6 +154,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def bytes_needed(self) -> int:
         """Bytes on the store that it needs, whoever sent them: chunks and indexes."""
         return sum(entry.bytes_stored + entry.stored_length for entry in self.records)
+
+    @property
+    def first(self) -> Origin:
+        """Where it was committed first: equal for all copies of one checkpoint, and for no others."""
+        return self.origin or Origin(self.repository, self.generation, self.attempt)
 
     def record(self, name: str) -> RecordEntry | None:
         return next((entry for entry in self.records if entry.name == name), None)
@@ -278,6 +293,8 @@ def decode_manifest(data: bytes, key: str) -> Manifest:
     manifest = decode_signed(data, Manifest, key, MAX_MANIFEST)
     _require(manifest.key == key, key, "epoch and generation")
     _require(all(_HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
+    if manifest.origin is not None:
+        _require(all(_HEX32.fullmatch(i) for i in (manifest.origin.repository, manifest.origin.attempt)), key, "origin")
     names = [entry.name for entry in manifest.records if _is_record_name(entry.name)]
     _require(len(names) == len(manifest.records), key, "record name")
     _require(0 < len(names) == len(set(names)) <= MAX_RECORDS, key, "record names")

@@ -21,7 +21,7 @@ class EpochInfo:
     epoch: int
     metadata: Mapping[str, Any]
     saved: float = 0.0
-    """When the store got it, in seconds since 1970, by the store's clock. In a mirror: when it was copied there."""
+    """When the store got it, in seconds since 1970, by the store's clock. A mirror keeps that of the original."""
     nbytes: int = 0
     """Bytes on the store that it needs, those that it shares with other epochs included."""
 

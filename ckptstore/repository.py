@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptstore import options
 from ckptstore.background import Attempt, Background, Begin, SaveHandle, Told
+from ckptstore.caring import Caring
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.chunks import CHUNK_SIZE
@@ -41,7 +42,7 @@ from ckptstore.writer import Tally
 log = logging.getLogger("ckptstore")
 
 
-class Repository(Removing, Preflights, Portable):
+class Repository(Removing, Caring, Preflights, Portable):
     """All checkpoints of a run. Made by ``ckptstore.open``; close it, or use it as a context manager."""
 
     def __init__(

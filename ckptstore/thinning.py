@@ -56,6 +56,7 @@ def thin(catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved
             bytes_state=sum(entry.bytes_state for entry in entries),
             left_out={**manifest.left_out, **dropped},
             saved=manifest.saved or saved,
+            origin=manifest.first,  # a copy that has all records is still a copy of it
         )
         step.run(thinned, chunks.values())
     except BaseException as error:

@@ -89,7 +89,19 @@ class Transaction:
         self._lease = HeldLease(self._store, self._attempt, plan.epoch)
         self._claim = Claim(catalog, self._lease)
         self._step = Commit(catalog, self._lease, self._claim, plan.fence)
-        self._writer = RecordWriter(
+        self._writer = self._make_writer(meter)
+        try:
+            with self.tally.timed("begin"):
+                self._claim.take(commits)
+            self._lease.stop_when_gone(self)
+            self._lease.start()
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _make_writer(self, meter: Meter) -> RecordWriter:
+        plan = self._plan
+        return RecordWriter(
             self._store,
             self._attempt,
             self._claim.known,
@@ -99,14 +111,6 @@ class Transaction:
             pace=plan.pace,
             meter=meter.add,
         )
-        try:
-            with self.tally.timed("begin"):
-                self._claim.take(commits)
-            self._lease.stop_when_gone(self)
-            self._lease.start()
-        except Exception as error:
-            self._give_up(error)
-            raise
 
     def _next_generation(self, commits: list[Committed]) -> int:
         same = [commit for commit in commits if commit.epoch == self.epoch]

@@ -30,6 +30,14 @@ from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
 
+class Layout(Protocol):
+    """Where the bytes of a record went. Its index can be made when all its chunks are on the store."""
+
+    nbytes: int
+
+    def index(self, name: str, kind: str, skeleton: Any) -> RecordIndex: ...
+
+
 class Source(Protocol):
     """Bytes of one array that can be read piece by piece, any number of times."""
 
@@ -78,7 +86,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
     """A chunk on its way to the store, or, without a frame, what somebody else stores of the same content."""
 
     digest: str
@@ -119,7 +127,7 @@ class RecordWriter:
         self._pipeline = Pipeline(store.traits.concurrency, cpu=cores, window=window)
         self._rooms = Rooms()
         self._entries: list[RecordEntry] = []
-        self._records: list[tuple[str, str, Any, _Layout]] = []
+        self._records: list[tuple[str, str, Any, Layout]] = []
         self.tally = Tally()
         self.referenced: dict[str, ChunkRef] = {}
         self.indexes: list[tuple[RecordEntry, RecordIndex]] = []
@@ -166,7 +174,7 @@ class RecordWriter:
             raise
         self._records.append((name, kind, skeleton, layout))
 
-    def _put_index(self, name: str, kind: str, skeleton: Any, layout: _Layout, _: None) -> RecordEntry:
+    def _put_index(self, name: str, kind: str, skeleton: Any, layout: Layout, _: None) -> RecordEntry:
         index = layout.index(name, kind, skeleton)
         digest, raw_length, stored = encode_index(index)
         entry = RecordEntry(
@@ -208,7 +216,7 @@ class RecordWriter:
         self.tally.bytes_state += layout.nbytes
         return plans
 
-    def _prepare(self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None) -> _Prepared:
+    def _prepare(self, sources: list[Any], layout: _Layout, plan: ChunkPlan, _: None) -> Prepared:
         """Stage 1, on a core: read the bytes once, into a frame, with their digest, unless the content is known."""
         begin = time.perf_counter()
         pieces = [sources[piece.array].read(piece.start, piece.stop) for piece in plan.pieces]
@@ -231,7 +239,7 @@ class RecordWriter:
         looked = self.tally.chunks_reused + self.tally.chunks_sent
         return not self._known.empty and (looked < _FIRST_LOOKS or 8 * self.tally.chunks_reused >= looked)
 
-    def _look_up(self, digest: str, nbytes: int) -> _Prepared | None:
+    def _look_up(self, digest: str, nbytes: int) -> Prepared | None:
         """What stores this content already, or is about to."""
         promise = self._claimed.get(digest)
         if promise is None:
@@ -240,9 +248,9 @@ class RecordWriter:
                 return None
             promise = Future()
             promise.set_result(found)
-        return _Prepared(digest, None, None, nbytes, promise)
+        return Prepared(digest, None, None, nbytes, promise)
 
-    def _encode(self, raw: Any, nbytes: int, item_size: int) -> _Prepared:
+    def _encode(self, raw: Any, nbytes: int, item_size: int) -> Prepared:
         room = self._rooms.take(room_for(nbytes))
         seen = hasher()
         mode = "raw" if self._codec == "auto" and not self._pace.compress else self._codec
@@ -255,12 +263,12 @@ class RecordWriter:
                 promise = self._claimed.get(digest)
                 if promise is None:
                     promise = self._claimed[digest] = Future()
-                    return _Prepared(digest, frame, room, nbytes, promise)
-            known = _Prepared(digest, None, None, nbytes, promise)
+                    return Prepared(digest, frame, room, nbytes, promise)
+            known = Prepared(digest, None, None, nbytes, promise)
         self._rooms.give(room)
         return known
 
-    def _send(self, prepared: _Prepared) -> ChunkRef | Future[ChunkRef]:
+    def _send(self, prepared: Prepared) -> ChunkRef | Future[ChunkRef]:
         """Stage 2, on a connection: put the frame, unless another job is putting the same content.
 
         Then the answer is that job's promise, not yet its result: a connection that waited for another
@@ -334,7 +342,7 @@ class _Layout:
             for array, places in self._reused:
                 spans[array] = tuple(Span(_number(chunks, ref), offset, length) for ref, offset, length in places)
             for plan, job in self._placed:
-                number = _number(chunks, _settled(job))
+                number = _number(chunks, settled(job))
                 offset = 0
                 for array, start, stop in plan.pieces:
                     spans[array] += (Span(number, offset, stop - start),)
@@ -351,7 +359,7 @@ def _number(chunks: dict[str, tuple[int, ChunkRef]], ref: ChunkRef) -> int:
     return chunks.setdefault(ref.key, (len(chunks), ref))[0]
 
 
-def _settled(chunk: Any) -> ChunkRef:
+def settled(chunk: Any) -> ChunkRef:
     while isinstance(chunk, Future):
         chunk = chunk.result()
     assert isinstance(chunk, ChunkRef)

@@ -1,0 +1,102 @@
+"""Caring: what a repository offers to whoever looks after it, beside saving, loading and removing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptstore import options
+from ckptstore.catalog import Catalog
+from ckptstore.errors import CorruptionError, EpochExistsError, EpochNotFoundError, InvalidArgumentError
+from ckptstore.flights import Flights
+from ckptstore.foundation import Foundation
+from ckptstore.manifest import check_epoch
+from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose
+from ckptstore.pipeline import Progress
+from ckptstore.policies import Policy
+
+
+class Caring:
+    """The part of a repository that copies, counts and compares: ``mirror`` and ``copy``."""
+
+    _catalog: Catalog
+    _flights: Flights
+    _foundation: Foundation
+
+    def mirror(
+        self,
+        to: Caring,
+        epochs: Iterable[int] | None = None,
+        keep: Policy | None = None,
+        limit: float | None = None,
+        progress: Progress | None = None,
+    ) -> MirrorReport:
+        """Copy the epochs that another repository lacks, the newest first, each as a whole or not at all.
+
+        Every byte is checked before it is sent. What is there already is not sent again, nor what a mirror that was
+        killed has sent. Epochs of the target's own stay as they are, also under the same number, and nothing is
+        deleted but what a newer content of the same epoch replaces. It can be called again after any failure, and
+        by several at once.
+
+        Args:
+            to: the repository to copy to, on any store.
+            epochs: only these; None for all.
+            keep: of those only what this policy keeps, e.g. ``KeepLast(3)``.
+            limit: bytes a second that are sent, on average.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Returns:
+            What became of each epoch: damaged ones of the source and conflicts are reported, not raised.
+
+        Raises:
+            EpochNotFoundError: one of ``epochs`` is not there.
+            StoreError: one of the stores failed. What was copied is there.
+        """
+        policy = options.check_policy(keep)
+        if policy is not None and not isinstance(policy, Policy):
+            raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
+        numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
+        mirror = Mirror(self._catalog, self._place(to), limit=limit, progress=progress)
+        return mirror.run(choose(self._catalog, numbers, policy))
+
+    def copy(
+        self,
+        epoch: int,
+        to: Caring,
+        replace: bool = False,
+        limit: float | None = None,
+        progress: Progress | None = None,
+    ) -> EpochCopy:
+        """Copy one epoch to another repository, as ``mirror`` does. Nothing happens if it is there.
+
+        Args:
+            replace: also if the target has an epoch of its own under that number.
+
+        Raises:
+            EpochNotFoundError: there is none.
+            EpochExistsError: the target has another content under that number.
+            CorruptionError: it is damaged; nothing was copied.
+            StoreError: one of the stores failed.
+        """
+        number = check_epoch(epoch)
+        replace = options.check_flag("replace", replace)
+        mirror = Mirror(self._catalog, self._place(to), limit=limit, replace=replace, progress=progress)
+        [done] = mirror.run(choose(self._catalog, [number], None)).epochs
+        if done.outcome == "damaged":
+            raise CorruptionError(done.reason, key=done.key, epoch=number)
+        if done.outcome == "gone":
+            raise EpochNotFoundError(f"epoch {number}: {done.reason}", epoch=number)
+        if done.outcome in ("conflict", "newer"):
+            raise EpochExistsError(
+                f"epoch {number} was not copied: {done.reason}. To replace it, pass replace=True",
+                key=done.key,
+                epoch=number,
+            )
+        return done
+
+    def _place(self, to: Caring) -> Place:
+        if to is self:
+            raise InvalidArgumentError("source and target are the same place: name another to copy to")
+        self._foundation.require()
+        to._foundation.require(restore=True)
+        to._foundation.prepare_to_write()
+        return Place(to._catalog, to._foundation.id, to._flights.add)
