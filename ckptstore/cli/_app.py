@@ -16,8 +16,10 @@ from typer.core import TyperGroup
 from ckptstore.cli import _common
 from ckptstore.cli._common import Debug, say
 from ckptstore.cli.bench import bench
+from ckptstore.cli.cp import cp
 from ckptstore.cli.demo import demo
 from ckptstore.cli.ls import ls
+from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
 from ckptstore.cli.preflight import preflight
 from ckptstore.cli.prune import gc, plan, prune
@@ -86,7 +88,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin, preflight, bench, demo):
+for _command in (ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin, mirror, cp, preflight, bench, demo):
     # Typer keeps the line breaks of a docstring; a terminal has its own width.
     _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)

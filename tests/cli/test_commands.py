@@ -18,7 +18,7 @@ from tests.cli.conftest import Run, chunks_of, flip
 
 COMMANDS = (
     *("ls", "show", "save", "restore", "rm", "verify", "plan", "prune", "gc", "pin", "unpin"),
-    *("preflight", "bench", "demo"),
+    *("mirror", "cp", "preflight", "bench", "demo"),
 )
 
 

@@ -1,0 +1,73 @@
+"""``ckptstore mirror``: bring the epochs of one repository into another."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ckptstore import MirrorReport
+from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
+from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, chosen_epochs, print_copies, rate
+from ckptstore.cli._format import clean, size, to_json
+
+_CONFLICT, _CORRUPT = 1, 4
+
+_Epochs = Annotated[
+    str | None,
+    typer.Option("--epochs", metavar="LIST", show_default=False, help="E.g. 7, 1,5-9 or 100-. Default: all."),
+]
+
+
+def mirror(
+    source: Source,
+    target: Target,
+    epochs: _Epochs = None,
+    limit: Limit = None,
+    json: Json = False,
+    option: Options = None,
+    to_option: ToOptions = None,
+    unsafe: Unsafe = False,
+    debug: Debug = False,
+) -> None:
+    """Copy the epochs that DST lacks from SRC, the newest first; each appears in DST when all of it is there.
+
+    Every byte is checked before it is sent; what DST has is not sent again. It can be killed and called again at any
+    time, also by several at once. Epochs that DST alone has stay. Damaged epochs of SRC are reported and skipped (exit
+    code 4), and so are numbers under which DST has another content (exit code 1).
+
+    Example: [cyan]ckptstore mirror /nvme/run s3://runs/llama --limit 50MB/s[/cyan]
+    """
+    bytes_a_second = rate(limit)
+    begun = time.perf_counter()
+    with open_repository(source, option, False, create=False) as here:
+        wanted = chosen_epochs(epochs, here.epochs() if epochs else ())
+        with open_repository(target, to_option, unsafe, create=True) as there:
+            with progress_bar("mirroring") as move:
+                report = here.mirror(there, wanted, limit=bytes_a_second, progress=move)
+            urls = here.url, there.url
+    seconds = time.perf_counter() - begun
+    if json:
+        facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "bytes_sent": report.bytes_sent}
+        print_json(to_json({**facts, "seconds": round(seconds, 3), "epochs": [as_json(c) for c in report.epochs]}))
+    else:
+        _print(urls[1], report, seconds)
+    if not report.ok:
+        raise typer.Exit(_CORRUPT if report.of("damaged") else _CONFLICT)
+
+
+def _print(target: str, report: MirrorReport, seconds: float) -> None:
+    print_copies(report.epochs)
+    words = {
+        "copied": "copied",
+        "there": "there already",
+        "newer": "newer there",
+        "conflict": "of another content there",
+        "damaged": "damaged in the source",
+        "gone": "deleted meanwhile",
+    }
+    counts = [f"{len(report.of(outcome))} {word}" for outcome, word in words.items() if report.of(outcome)]  # type: ignore[arg-type]
+    counted = ", ".join(counts) or "the source holds no checkpoint yet"
+    out().print(Text(f"{clean(target)}: {counted}; sent {size(report.bytes_sent)} in {seconds:.1f} s"))
