@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -180,14 +182,28 @@ class Catalog:
         except CorruptionError:
             return if_damaged
 
-    def problems(self, manifest: Manifest, *, deep: bool, progress: Progress | None = None) -> list[Problem]:
+    def problems(
+        self,
+        manifest: Manifest,
+        *,
+        deep: bool,
+        progress: Progress | None = None,
+        sample: float = 1.0,
+        good: set[str] | None = None,
+    ) -> list[Problem]:
         """What is wrong with a checkpoint: nothing, if it is intact.
 
         Shallow: manifest and indexes are read, chunks are looked up by name and size. Deep: every byte is read.
         A shallow look cannot see what an earlier deep one or a load found, so a checkpoint that is marked as
         damaged is always read in full.
+
+        Args:
+            sample: a share of the chunks, chosen by chance, that a deep look reads; all, if it has found damage before.
+            good: keys of chunks that were read just now and found good: they are not read again, and more are added.
         """
-        deep = deep or (manifest.key, manifest.attempt) in self._damaged
+        known = (manifest.key, manifest.attempt) in self._damaged
+        good = set() if good is None else good
+        deep, sample = deep or known, 1.0 if known else sample
         problems: list[Problem] = []
         indexes: list[RecordIndex] = []
         for entry in manifest.records:
@@ -200,12 +216,16 @@ class Catalog:
         problems += missing_chunks(self.store, chunks.values())
         if deep:
             gone = {problem.key for problem in problems}
-            there = [chunk for key, chunk in chunks.items() if key not in gone]
+            there = [chunk for key, chunk in chunks.items() if key not in gone and key not in good]
+            if sample < 1:
+                there = random.sample(there, math.ceil(len(there) * sample))
             meter = Meter(progress, sum(chunk.raw_length for chunk in there))
-            problems += damaged_chunks(self.store, there, meter)
+            damaged = damaged_chunks(self.store, there, meter)
+            good.update({chunk.key for chunk in there} - {problem.key for problem in damaged})
+            problems += damaged
         if problems:
             self.mark_damaged(manifest)
-        elif deep:
+        elif deep and sample == 1:
             self._damaged.discard((manifest.key, manifest.attempt))
         return problems
 

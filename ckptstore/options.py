@@ -148,6 +148,13 @@ def check_every(every: object) -> dict[str, int]:
     return {check_record_name(name): n for name, n in every.items()}  # type: ignore[attr-defined]
 
 
+def check_sample(share: float) -> float:
+    """``share``, if it is more than 0 and at most 1. InvalidArgumentError otherwise."""
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise InvalidArgumentError(f"sample must be more than 0 and at most 1, not {share!r}")
+    return float(share)
+
+
 def check_need(need: object) -> tuple[str, ...]:
     """``need``: names of records. InvalidArgumentError otherwise."""
     if isinstance(need, str) or not isinstance(need, Collection) or not all(isinstance(name, str) for name in need):

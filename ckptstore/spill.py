@@ -114,14 +114,16 @@ class SpillRepository(Repository):
         """The numbers of all epochs in both stores, ascending. Two listings."""
         return sorted({*super().epochs(), *self.spill.epochs()})
 
-    def verify(self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None) -> VerifyReport:
+    def verify(
+        self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None, sample: float = 1.0
+    ) -> VerifyReport:
         """Check one epoch, wherever it lies, or all of both stores."""
         if epoch is None:
-            reports = [super().verify(None, deep, progress), self.spill.verify(None, deep, progress)]
-            return VerifyReport(tuple(health for report in reports for health in report.epochs), deep)
+            reports = [super().verify(None, deep, progress, sample), self.spill.verify(None, deep, progress, sample)]
+            return VerifyReport(tuple(health for report in reports for health in report.epochs), deep, sample)
         with suppress(EpochNotFoundError):
-            return super().verify(epoch, deep, progress)
-        return self.spill.verify(epoch, deep, progress)
+            return super().verify(epoch, deep, progress, sample)
+        return self.spill.verify(epoch, deep, progress, sample)
 
     def delete(self, epoch: int) -> None:
         """Delete an epoch from both stores."""

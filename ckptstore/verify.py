@@ -28,10 +28,11 @@ class EpochHealth:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What ``Repository.verify`` found. ``deep`` tells whether every byte was read."""
+    """What ``Repository.verify`` found. ``deep`` tells whether bytes were read, ``sample`` what share of the chunks."""
 
     epochs: tuple[EpochHealth, ...]
     deep: bool
+    sample: float = 1.0
 
     @property
     def ok(self) -> bool:
@@ -44,18 +45,24 @@ class VerifyReport:
         return tuple(problem for health in self.epochs for problem in health.problems)
 
 
-def verify(catalog: Catalog, epoch: int | None, *, deep: bool, progress: Progress | None) -> VerifyReport:
-    """Check one epoch, or all. Damage is reported, never raised; a store that fails raises StoreError."""
+def verify(
+    catalog: Catalog, epoch: int | None, *, deep: bool, progress: Progress | None, sample: float = 1.0
+) -> VerifyReport:
+    """Check one epoch, or all. Damage is reported, never raised; a store that fails raises StoreError.
+
+    A chunk that several epochs share is read once.
+    """
     commits: Sequence[Committed] = catalog.committed(epoch)
     if epoch is not None and not commits:
         raise EpochNotFoundError(f"there is no epoch {epoch}", epoch=epoch)
     health = []
+    good: set[str] = set()
     for commit, manifest in catalog.manifests(commits):
         if isinstance(manifest, CorruptionError):
             problem = Problem(commit.key, manifest.message)
             health.append(EpochHealth(commit.epoch, commit.generation, 0, (problem,)))
             continue
-        problems = catalog.problems(manifest, deep=deep, progress=progress)
+        problems = catalog.problems(manifest, deep=deep, progress=progress, sample=sample, good=good)
         if not problems or catalog.exists(manifest):
             health.append(EpochHealth(commit.epoch, commit.generation, manifest.bytes_state, tuple(problems)))
-    return VerifyReport(tuple(health), deep)
+    return VerifyReport(tuple(health), deep, sample)
