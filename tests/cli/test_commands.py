@@ -447,3 +447,12 @@ def test_preflight_of_files_that_are_not_there(run: Run, state_repo: Path) -> No
     assert run("preflight", state_repo, "no-such-file").code == 3
     assert run("preflight", state_repo, "x", "--bytes", 5).code == 1
     assert run("preflight", state_repo, "--bytes", -5).code == 1
+
+
+def test_verify_a_sample(run: Run, state_repo: Path) -> None:
+    """``--sample`` takes a share or per cent, says so, and refuses what is none."""
+    assert "0.05 of the chunks read" in run("verify", state_repo, "--sample", "5%").out
+    assert run("verify", state_repo, "--sample", "0.5", "--json").json["sample"] == 0.5
+    for wrong in ("0", "101%", "x", "-1", "nan"):
+        assert run("verify", state_repo, "--sample", wrong).code == 1
+    assert run("verify", state_repo, "--sample", "5%", "--quick").code == 1
