@@ -111,8 +111,9 @@ def check_place(catalog: Catalog, nbytes: int, reclaim: Reclaim | None) -> Prefl
     prunable, deletable = {}, {}
     if reclaim is not None:
         prunable, deletable = (holdings.freed_by(some) for some in (reclaim.droppable(), reclaim.deletable()))
-    stored, sent = _last_ratios(catalog)
-    needed, least = (round(nbytes * ratio) + OVERHEAD for ratio in (stored, min(stored, sent)))
+    stored, sent, there = _last_ratios(catalog)
+    taken = round(nbytes * stored)
+    needed, least = (OVERHEAD + some for some in (taken, min(taken, max(round(nbytes * sent), taken - there))))
     space = store.space()
     facts: dict[str, Any] = {
         "bytes_state": nbytes,
@@ -145,8 +146,10 @@ def _probe(store: Store) -> tuple[bool, bool | None, str]:
         return False, store.traits.conditional_put, error.message
 
 
-def _last_ratios(catalog: Catalog) -> tuple[float, float]:
-    """Bytes stored and bytes sent for each byte of state, as in the newest checkpoint. 1 where there is none."""
+def _last_ratios(catalog: Catalog) -> tuple[float, float, int]:
+    """Bytes stored and bytes sent for each byte of state, as in the newest checkpoint (1 where there is none), and all
+    that it stores: no save can reuse more.
+    """
     for commit in reversed(catalog.committed()):
         try:
             manifest = catalog.manifest(commit)
@@ -155,8 +158,9 @@ def _last_ratios(catalog: Catalog) -> tuple[float, float]:
                 raise
             continue
         if manifest.bytes_state:
-            return _stored(manifest) / manifest.bytes_state, manifest.bytes_sent / manifest.bytes_state
-    return 1.0, 1.0
+            stored = _stored(manifest)
+            return stored / manifest.bytes_state, manifest.bytes_sent / manifest.bytes_state, stored
+    return 1.0, 1.0, 0
 
 
 def _stored(manifest: Manifest) -> int:

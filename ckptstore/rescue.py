@@ -64,6 +64,7 @@ class Rescue:
         self._reclaim = reclaim
         self._form = form
         self._share = 1.0  # bytes sent for each byte of state, last time
+        self._size = 0  # bytes of that state: what goes beyond them cannot be there already
         self.failures = failures
         self.spill: Spill | None = None
 
@@ -88,7 +89,7 @@ class Rescue:
         self.failures.over()
         report = checkpoint.report
         if report is not None and report.bytes_state:
-            self._share = report.bytes_sent / report.bytes_state
+            self._share, self._size = report.bytes_sent / report.bytes_state, report.bytes_state
         self._reserve.make()
         return checkpoint
 
@@ -128,7 +129,8 @@ class Rescue:
     def _look(self, work: Work) -> int | None:
         """What it needs, if that certainly does not fit as things are; refused if it cannot be made to fit."""
         store = self._catalog.store
-        expected = round(options.bytes_of(work.flats) * min(self._share, 1.0))
+        nbytes = options.bytes_of(work.flats)
+        expected = nbytes - round(min(nbytes, self._size) * (1.0 - min(self._share, 1.0)))
         if not lacking(store, expected, 0):
             return None
         needed = self._measured(work)

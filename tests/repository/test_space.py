@@ -407,6 +407,24 @@ def test_preflight_of_a_folder(mount: Mount) -> None:
         assert (dropped.ok, list(dropped.prunable)) == (True, [1])
 
 
+def test_a_save_can_reuse_no_more_than_is_there(mount: Mount) -> None:
+    """After a save that reused everything, a state that has grown beyond the disk is not taken for one that fits: the
+    preflight says so, and the save is refused before the first write.
+    """
+    folder = mount("size=8m")
+    repo = ckptstore.open(folder / "r")
+    for epoch in (1, 2):
+        repo.save(epoch, noise(0, 1))
+    large = {**noise(0, 1), "n": noise(1, 16)["m"]}
+    found = repo.preflight(large)
+    assert not found.ok
+    assert 16 * MIB < found.bytes_least < found.bytes_needed < 18 * MIB
+    with pytest.raises(StoreFullError, match="nothing was written"):
+        repo.save(3, large)
+    assert repo.preflight(MIB).bytes_least < MIB // 2  # all of it may be there
+    repo.close()
+
+
 def test_preflight_of_a_place_without_files(mount: Mount) -> None:
     """A few inodes are too few, whatever the bytes."""
     folder = mount("size=24m,nr_inodes=30")
