@@ -57,6 +57,7 @@ _WORDS = (
     ("pass unsafe_single_writer=True", "use --unsafe-single-writer"),
     ("put them into storage_options", "give them by environment or --option"),
     ("storage_options are", "--option is"),
+    ("give credentials in storage_options", "give credentials by --option"),
     ("in storage_options", "given by --option"),
     ("or unsafe_single_writer=True", "or --unsafe-single-writer"),
     (', or open it with on_full="oldest"', ""),

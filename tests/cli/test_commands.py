@@ -14,6 +14,7 @@ import pytest
 import ckptstore
 from ckptstore import errors, manifest
 from ckptstore.cli._app import exit_code, message_of
+from ckptstore.stores.remote_errors import NO_CREDENTIALS
 from tests.cli.conftest import Run, chunks_of, flip
 
 COMMANDS = (
@@ -92,6 +93,8 @@ def test_messages_speak_of_options_not_of_python() -> None:
     """Advice to pass an argument in Python becomes advice to use an option."""
     error = errors.EpochExistsError("epoch 1 is there: save another epoch, or pass replace=True")
     assert message_of(error).endswith("or use --replace")
+    refused = errors.AccessError(f"no credentials; {NO_CREDENTIALS.advice}")
+    assert message_of(refused).endswith("give credentials by --option or the environment")
     assert "--debug" in message_of(ValueError("a bug"))
 
 
