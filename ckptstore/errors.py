@@ -64,6 +64,10 @@ class CkptStoreError(Exception):
         # KeyError would show the repr of the message, OSError would show "[Errno ...]" forms.
         return self.message
 
+    def __repr__(self) -> str:
+        # By the message as it is now: a save says more in it than where it was raised.
+        return f"{type(self).__name__}({self.message!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # errno is kept by OSError itself, not among the variables.
         return (_rebuild, (type(self), self.message, {**vars(self), "errno": self.errno}))

@@ -95,8 +95,9 @@ class Fence:
         newest = max(claims, default=0)
         if newest > self.number:
             raise FencedError(
-                f"run {self.run!r} has a newer writer (number {newest}, this one is {self.number}): another process "
-                "has taken it over, and this one must not save any more. To take it back, open the repository again",
+                f"run {self.run!r} in {self._store.traits.url} has a newer writer (number {newest}, this one is "
+                f"{self.number}): another process has taken it over, and this one must not save any more. To take it "
+                "back, open the repository again",
                 key=keys.writer_key(self._digest, newest),
             )
 

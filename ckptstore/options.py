@@ -177,10 +177,12 @@ def due(states: dict[str, object], every: Mapping[str, int], epoch: int) -> tupl
 
 def check_size(state_or_bytes: Mapping[str, object] | int) -> int:
     """Bytes of the arrays of some records, or that number itself. Raises as ``check_records`` otherwise."""
-    if type(state_or_bytes) is int:
-        if state_or_bytes < 0:
-            raise InvalidArgumentError(f"{state_or_bytes} bytes make no state")
+    if type(state_or_bytes) is int and state_or_bytes >= 0:
         return state_or_bytes
+    if not _is_mapping(state_or_bytes):
+        raise InvalidArgumentError(
+            f"give records such as {{'model': state}}, or their bytes as a number from 0 on, not {state_or_bytes!r}"
+        )
     return bytes_of(flatten_all(check_records(state_or_bytes)))  # type: ignore[arg-type]
 
 

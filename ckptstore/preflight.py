@@ -172,7 +172,10 @@ def _judge(
 ) -> tuple[bool, str, str]:
     """The verdict: ok, reason, advice."""
     if refusal:
-        return False, f"nothing can be written there ({refusal})", "check credentials and permissions"
+        what, _, advice = refusal.rpartition("; ")
+        if not what:
+            what, advice = refusal, "check credentials and permissions"
+        return False, f"nothing can be written there ({what})", advice
     if facts["conditional_put"] is False:
         return (
             False,
@@ -215,7 +218,11 @@ def what_may_go(deletable: Mapping[int, int]) -> str:
 
 
 def human(nbytes: float) -> str:
-    """Bytes for a message."""
+    """Bytes for a message: ``208 B``, ``7.0 KiB``, ``0.3 MiB``, ``1.5 GiB``."""
+    if nbytes < 1024:
+        return f"{int(nbytes)} B"
+    if nbytes < 0.1 * 1024 * 1024:
+        return f"{nbytes / 1024:.1f} KiB"
     for unit in ("MiB", "GiB"):
         nbytes /= 1024 if unit == "GiB" else 1024 * 1024
         if nbytes < 1024:

@@ -69,7 +69,7 @@ class SpillRepository(Repository):
         except Exception as second:
             if not is_of_the_store(second) and not isinstance(second, EpochExistsError):
                 raise
-            log.warning("the second store cannot take epoch %d either: %s", work.epoch, second)
+            log.warning("the second store, %s, cannot take epoch %d either: %s", self.spill.url, work.epoch, second)
             return None
         assert isinstance(outcome, Checkpoint)  # its errors are never forgiven
         self._away = True

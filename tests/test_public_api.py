@@ -96,6 +96,9 @@ def test_errors_say_their_message(cls: type[errors.CkptStoreError]) -> None:
     """str() is the message, whatever builtin the class also is, and has a docstring of its own."""
     error = cls("cannot read 'a/b'", key="a/b", epoch=7, errno=5)
     assert (str(error), error.key, error.epoch, error.errno) == ("cannot read 'a/b'", "a/b", 7, 5)
+    error.message = "epoch 7: cannot read 'a/b'"  # what was found out later is said by all of them
+    assert str(error) in repr(error)
+    assert repr(error).startswith(f"{cls.__name__}(")
     bare = cls("why")
     assert (str(bare), bare.key, bare.epoch, bare.errno) == ("why", None, None, None)
     assert cls.__doc__

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import pickle
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ckptstore import (
 )
 from ckptstore.failures import Failures
 from ckptstore.policies import EpochInfo, Policy
+from ckptstore.preflight import human
 from ckptstore.stores import LocalStore, MemoryStore, OpLog, RetryPolicy, TraceStore, open_store
 from ckptstore.stores.reserve import SIZE
 from ckptstore.stores.space import _Quota, space_of
@@ -444,17 +446,55 @@ def test_preflight_says_what_is_refused() -> None:
     found = open_repo(refusing).preflight(5)
     assert (found.ok, found.writable) == (False, False)
     assert "policy denies it" in found.reason
+    assert found.advice == "check credentials and permissions"
     with pytest.raises(AccessError, match="policy denies it"):
         found.raise_if_not_ok()
     with pytest.raises(StoreError, match="down"):
         open_repo(FaultStore(store, [Fault("put", "probes/", error=StoreError("down"))])).preflight(5)
 
 
-@pytest.mark.parametrize("what", [-1, "x", None, 1.5, {}, {"m": print}])
+def test_preflight_gives_the_advice_of_the_refusal(mount: Mount) -> None:
+    """A read-only file system is nothing that credentials could change; what to do is said once."""
+    folder = mount("size=8m")
+    with ckptstore.open(folder / "r") as repo:
+        repo.save(1, make_state(1))
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        found = repo.preflight(5)
+        assert found.reason.endswith("Read-only file system)")
+        assert found.advice == "mount the file system for writing or choose another folder"
+        with pytest.raises(AccessError, match="mount the file system for writing"):
+            found.raise_if_not_ok()
+
+
+@pytest.mark.parametrize("what", [-1, "x", None, 1.5, True])
+def test_preflight_of_no_size(what: Any) -> None:
+    """The message names both kinds of answers."""
+    with pytest.raises(InvalidArgumentError, match=f"records .* or their bytes .* not {what!r}"):
+        open_repo(MemoryStore()).preflight(what)
+
+
+@pytest.mark.parametrize("what", [{}, {"m": print}])
 def test_preflight_of_no_state(what: Any) -> None:
     """What cannot be saved has no size."""
-    with pytest.raises((InvalidArgumentError, InvalidRecordError)):
+    with pytest.raises(InvalidRecordError):
         open_repo(MemoryStore()).preflight(what)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (208, "208 B"),
+        (7139, "7.0 KiB"),
+        (262_147, "0.3 MiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
+)
+def test_small_sizes_are_told(nbytes: int, text: str) -> None:
+    """An epoch that gives back 208 bytes is not said to give 0.0 MiB."""
+    assert human(nbytes) == text
 
 
 def test_space_of_a_folder_yet_to_be_made(tmp_path: Path) -> None:
@@ -643,12 +683,13 @@ def test_a_second_store_takes_what_the_first_cannot(
 QUICK = RetryPolicy(attempts=1)
 
 
-def test_both_stores_fail(mount: Mount, tmp_path: Path) -> None:
-    """The error is that of the first store; with "warn" it is forgiven as ever."""
+def test_both_stores_fail(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    """The error is that of the first store, the log names the second; with "warn" it is forgiven as ever."""
     folder, other = mount("size=8m"), mount("size=8m")
     options: dict[str, Any] = {"spill": other / "r", "chunk_size": MIB, "retry": QUICK}
     with ckptstore.open(folder / "r", on_error="warn", max_failures=2, **options) as repo:
         assert repo.save(1, noise(1, 20)) is None
+        assert f"the second store, file://{other}/r, cannot take epoch 1 either" in caplog.text
         with pytest.raises(StoreFullError, match=str(folder)):
             repo.save(1, noise(1, 20))
         assert repo.epochs() == []

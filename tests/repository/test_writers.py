@@ -212,7 +212,7 @@ def test_a_zombie_is_refused(store: MemoryStore) -> None:
     successor = process(store)
     successor.save(2, make_state(2))
     for _ in range(2):
-        with pytest.raises(FencedError, match=r"newer writer \(number 2, this one is 1\)") as caught:
+        with pytest.raises(FencedError, match=f"in {zombie.url} .* newer writer .number 2, this one is 1.") as caught:
             zombie.save(3, make_state(3))
         assert caught.value.key == claims(store)[-1]
     with pytest.raises(EpochExistsError):
