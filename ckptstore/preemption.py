@@ -30,7 +30,8 @@ log = logging.getLogger("ckptstore")
 GRACE = 30.0
 MAX_GRACE = 24 * 3600.0
 _POLL = 0.02
-_MOMENT = 1.0  # that the main thread has at least to end by itself
+LAST_SECONDS = 5.0  # of the grace, at most a quarter, to abandon in what is not through
+MOMENT_SECONDS = 1.0  # that the main thread has at least to end by itself
 
 _handlers: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
@@ -38,8 +39,9 @@ _handlers: weakref.WeakSet[Preemption] = weakref.WeakSet()
 def on_preemption(*repos: Repository, grace: float = GRACE, signals: Sequence[int] = (signal.SIGTERM,)) -> Preemption:
     """When the process is told to end, let the saves in flight to ``repos`` end first. Then what was set before acts.
 
-    A save that is in flight when the signal comes has ``grace`` seconds. If it is not through by then it is abandoned:
-    the epochs before it are as they were, and the next save of its epoch, on any machine, sends only what is missing.
+    A save that is in flight when the signal comes has ``grace`` seconds, less a quarter of them (at most five) in which
+    it is abandoned if it is not through: the epochs before it are as they were, and the next save of its epoch, on any
+    machine, sends only what is missing.
     Then the signal is passed on to the handler that was there before; by default it ends the process. More signals
     while that goes on change nothing: launchers forward the ones that their children got already.
 
@@ -139,7 +141,7 @@ class Preemption:
         elif previous != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-            time.sleep(_MOMENT)  # it may reach another thread first
+            time.sleep(MOMENT_SECONDS)  # it may reach another thread first
             raise SystemExit(128 + number)  # process 1 of a container is spared by the default
 
     def _wake(self, number: int) -> None:
@@ -195,7 +197,7 @@ class Preemption:
         assert main is not None
         signal.pthread_kill(main, number)
         ends_us = not callable(self._previous[number]) and self._previous[number] != signal.SIG_IGN
-        if not self._passed.wait(max(end - time.monotonic(), _MOMENT) if ends_us else None):
+        if not self._passed.wait(max(end - time.monotonic(), MOMENT_SECONDS) if ends_us else None):
             log.error("the main thread does not come back: ending the process")
             os._exit(128 + number)
         while select.select([self._read], [], [], 0)[0] and os.read(self._read, 4096):
@@ -204,7 +206,7 @@ class Preemption:
     def _finish_or_abandon(self, end: float) -> None:
         """Wait for what is in flight now; abandon what is not through in time, in what is left of it."""
         begun = [(repo, repo._flights.now()) for repo in self._repos]
-        last = end - min(self._grace / 4, 5.0)
+        last = end - min(self._grace / 4, LAST_SECONDS)
         while (left := [repo for repo, flights in begun if flights & repo._flights.now()]) and time.monotonic() < last:
             time.sleep(_POLL)
         threads = [threading.Thread(target=_abandon, args=(repo,), daemon=True) for repo in left]

@@ -30,6 +30,8 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("stores.watch", "LISTING_SECONDS", "seconds, a listing of a folder whose entries keep coming", FIXED),
     ("stores.watch", "QUICK_SECONDS", "seconds, a call to a folder while another one hangs there", FIXED),
     ("stores.watch", "IDLE_SECONDS", "seconds until an idle thread ends", FIXED),
+    ("stores.mounts", "LATE_SECONDS", "seconds that a network mount has to show what must be there", FIXED),
+    ("stores.mounts", "SPENT_SECONDS", "seconds until a folder that was waited for in vain is waited for again", FIXED),
     (
         "stores.remote_backends",
         "CONNECT_SECONDS",
@@ -55,6 +57,10 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("lease", "JOIN_SECONDS", "seconds that the end of a save waits for a renewal under way", FIXED),
     ("options", "EXIT_TIMEOUT", "seconds that exit and `close` wait for a background save", "`open(exit_timeout=…)`"),
     ("options", "MAX_EXIT_TIMEOUT", "seconds, the longest `exit_timeout`", FIXED),
+    ("preemption", "GRACE", "seconds from SIGTERM until it is passed on at the latest", "`on_preemption(grace=…)`"),
+    ("preemption", "MAX_GRACE", "seconds, the longest `grace`", FIXED),
+    ("preemption", "LAST_SECONDS", "seconds of the grace, at most a quarter, in which saves are abandoned", FIXED),
+    ("preemption", "MOMENT_SECONDS", "seconds that the main thread has at least to end after that", FIXED),
 )  # fmt: skip
 
 
@@ -170,10 +176,11 @@ def test_every_limit_is_in_the_table() -> None:
         module = ".".join(path.relative_to(ROOT / "ckptstore").with_suffix("").parts)
         if module.startswith(("cli.", "testing.")):
             continue  # programs and test kits
-        for node in ast.parse(path.read_text("utf-8")).body:
-            for target in node.targets if isinstance(node, ast.Assign) else ():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):  # in classes too
+            single = [node.target] if isinstance(node, ast.AnnAssign) else []
+            for target in node.targets if isinstance(node, ast.Assign) else single:
                 name = target.id if isinstance(target, ast.Name) else ""
-                timed = re.search(r"SECONDS|TIMEOUT|HEARTBEAT|EXPIRY|LAPSE|DEADLINE|PATIENCE$", name)
+                timed = re.search(r"SECONDS|TIMEOUT|HEARTBEAT|EXPIRY|LAPSE|DEADLINE|PATIENCE$|GRACE$", name)
                 if timed and name.isupper() and (module, name) not in listed:
                     missing.append(f"{module}.{name}")
     assert missing == []

@@ -31,6 +31,11 @@ log = logging.getLogger("ckptstore")
 
 Way = Literal["link", "rename", "look"]
 
+_LOOKS = (0.0, 0.05, 0.15, 0.4, 1.0, 2.4)  # seconds after each look at what must be there
+LATE_SECONDS = sum(_LOOKS)
+SPENT_SECONDS = 60.0
+"""For so long a folder that was waited for in vain is not waited for again."""
+
 _TABLE = "/proc/self/mountinfo"
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
@@ -146,12 +151,6 @@ def _judge(kind: str, source: str) -> Mount:
 class Lag:
     """How long a name that has to be there is waited for, on a mount whose kernel remembers that it was not."""
 
-    LOOKS = (0.0, 0.05, 0.15, 0.4, 1.0, 2.4)
-    """Seconds after each look."""
-
-    SPENT = 60.0
-    """Seconds for which a folder that was waited for in vain is not waited for again."""
-
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
 
@@ -161,8 +160,8 @@ class Lag:
             yield 0.0
             return
         self._spent.pop(folder, None)
-        yield from self.LOOKS
-        self._spent[folder] = time.monotonic() + self.SPENT
+        yield from _LOOKS
+        self._spent[folder] = time.monotonic() + SPENT_SECONDS
 
 
 class Ground:

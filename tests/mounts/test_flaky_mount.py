@@ -280,7 +280,7 @@ def test_the_patience_has_an_end(nodes: tuple[FlakyMount, FlakyMount], monkeypat
     with pytest.raises(ObjectNotFoundError):
         LocalStore(nodes[0].backing).get(chunk_key("a" * 32, "b" * 64))
     assert waited == []
-    monkeypatch.setattr(mounts.Lag, "SPENT", -1.0)
+    monkeypatch.setattr(mounts, "SPENT_SECONDS", -1.0)
     for _ in range(2):
         with pytest.raises(ObjectNotFoundError):
             store.get(chunk_key("e" * 32, "b" * 64))
