@@ -333,6 +333,20 @@ def test_what_was_committed_before_the_takeover_stays(store: MemoryStore, clock:
         zombie.save(4, make_state(4))
 
 
+def test_only_saving_is_refused(store: MemoryStore) -> None:
+    """A zombie reads and tidies up as anybody may; what it deletes it was told to delete."""
+    zombie = process(store)
+    zombie.save(1, tiny_state(1))
+    process(store).save(2, tiny_state(2))
+    with pytest.raises(FencedError):
+        zombie.save(3, tiny_state(3))
+    assert_same(zombie.checkpoint(2).load(), tiny_state(2))
+    assert list(zombie.prune(KeepLast(1)).removed) == [1]
+    zombie.gc()
+    zombie.delete(2)
+    assert zombie.epochs() == []
+
+
 def test_a_zombie_withdraws_only_its_own(store: MemoryStore) -> None:
     """P5: the successor has deleted the zombie's epoch and saved it anew: that one stays when the zombie withdraws."""
     between = Interfering(store)
