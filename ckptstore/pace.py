@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptstore.locks import ForkLock
+from ckptstore.patience import giving_back
 
 ENOUGH = 256 * 1024 * 1024
 """Bytes that must have gone through both before anything is decided."""
@@ -34,10 +35,18 @@ class _Rate:
             if self._busy == 0:
                 self._since = time.perf_counter()
             self._busy += 1
+        ends = [None]
         try:
-            yield
+            with giving_back(lambda: self._end(ends, 0)):
+                yield
         finally:
-            with self._lock:
+            self._end(ends, nbytes)
+
+    def _end(self, ends: list[None], nbytes: int) -> None:
+        """A block ends, once: by itself, or with no bytes done when its thread is left behind in it."""
+        with self._lock:
+            if ends:
+                ends.clear()
                 self._busy -= 1
                 self.nbytes += nbytes
                 if self._busy == 0:

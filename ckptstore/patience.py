@@ -91,16 +91,35 @@ class Expendable:
     """A thread that its owner goes on without when it is in a call that never returns. See ``Pool.leave_behind``."""
 
     def __init__(self) -> None:
+        self.left = False
+        """Whether it was left behind: what it does now is its last work."""
         self.given_up: Callable[[], Exception | None] | None = None
         """Set during a call: the error, if it has lasted too long and from now on is nobody's."""
         self.leaving: list[Callable[[], None]] = []
-        """What gives back, when the thread is left behind, what others could wait for."""
+        """What gives back, when the thread is left behind, what others could wait for. Each may be called again."""
+
+    def leave_behind(self) -> None:
+        """Go on without it, if its call has lasted too long. For its owner, and for all who wait for what it holds."""
 
 
 def expendable() -> Expendable | None:
     """This thread, if its owner would go on without it."""
     found: Expendable | None = getattr(_threads, "expendable", None)
     return found
+
+
+@contextmanager
+def giving_back(give_back: Callable[[], None]) -> Iterator[None]:
+    """If this thread is left behind in the block, its owner does this. Maybe twice."""
+    thread = expendable()
+    if thread is None:
+        yield
+        return
+    thread.leaving.append(give_back)
+    try:
+        yield
+    finally:
+        thread.leaving.pop()
 
 
 @contextmanager

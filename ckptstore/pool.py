@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
@@ -34,10 +35,13 @@ class Work(Protocol):
 class _Worker(Expendable):
     """A thread of a pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()
         self.work: Work | None = None
-        self.left = False
+        self.pool = pool
+
+    def leave_behind(self) -> None:
+        self.pool.leave(self)
 
 
 class Pool:
@@ -51,7 +55,6 @@ class Pool:
         self._idle: list[None] = []  # an entry for each thread that waits for work
         self._busy: dict[_Worker, threading.Thread] = {}
         self._threads: list[threading.Thread] = []
-        self._lost = 0
         self._lock = threading.Lock()
 
     def submit(self, work: Work) -> None:
@@ -64,35 +67,46 @@ class Pool:
 
     def leave_behind(self) -> None:
         """Go on without the threads that are in calls which have lasted too long. To be called now and then."""
-        for one, thread in list(self._busy.items()):
-            # In this order: if the call is given up now, then it is in this work that it was made.
-            given_up, work = one.given_up, one.work
-            error = None if given_up is None else given_up()
-            if error is None or work is None:
-                continue
-            one.left = True
-            self._lost += 1
+        for one in list(self._busy):
+            self.leave(one)
+
+    def leave(self, one: _Worker) -> None:
+        """Go on without this thread, if its call has lasted too long.
+
+        Several threads may do this at once, and one that is interrupted here leaves the rest of it to the next.
+        """
+        # In this order: if the call is given up now, then it is in this work that it was made.
+        given_up, work = one.given_up, one.work
+        error = None if given_up is None else given_up()
+        if error is None or work is None:
+            return
+        one.left = True
+        for give_back in reversed(list(one.leaving)):
+            give_back()
+        work.fail(error)
+        thread = self._busy.get(one)
+        if thread is not None:
+            self._forget(thread)
             self._busy.pop(one, None)
-            if thread in self._threads:
-                self._threads.remove(thread)
-            for leave in reversed(one.leaving):
-                leave()
-            work.fail(error)
 
     def close(self) -> None:
         """Wait until all that was submitted is done, and the threads have ended or are left behind."""
-        for _ in range(self._most + self._lost):
+        for _ in range(self._most + 1):  # one more: a start that was interrupted is not counted
             self._box.put(None)
-        while self._threads:
-            thread = self._threads[-1]
+        while threads := list(self._threads):
+            thread = threads[-1]
             thread.join(TICK_SECONDS)
             if thread.is_alive():
                 self.leave_behind()
-            elif thread in self._threads:
-                self._threads.remove(thread)
+            else:
+                self._forget(thread)
         while self._busy:  # of a thread whose start was interrupted
             time.sleep(TICK_SECONDS / 50)
             self.leave_behind()
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with suppress(ValueError):  # another thread may have done it
+            self._threads.remove(thread)
 
     def _has_thread(self) -> bool:
         try:
@@ -112,7 +126,7 @@ class Pool:
 
     def _work(self) -> None:
         adopt(self._patience)
-        this = _Worker()
+        this = _Worker(self)
         become(this)
         while not this.left:
             work = self._box.get()
@@ -125,7 +139,9 @@ class Pool:
             finally:
                 self._busy.pop(this, None)
             this.work = work = None
-            self._idle.append(None)
+            if not this.left:
+                self._idle.append(None)
+        self._forget(threading.current_thread())  # to be replaced
 
 
 def executors_have_ended() -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptstore.errors import InvalidArgumentError, ThrottledError
-from ckptstore.patience import TICK_SECONDS, expendable
+from ckptstore.patience import TICK_SECONDS, Expendable, current, expendable
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -21,6 +21,9 @@ class Slots:
 
     A ``ThrottledError`` inside halves the slots (1 is left), once for all calls that were under way; each round of
     successes, one for each slot, adds one again, up to ``count``.
+
+    A thread inside that hangs, and whose owner is not there to leave it behind (busy elsewhere, or interrupted), is
+    left behind by those who wait.
     """
 
     def __init__(self, count: int) -> None:
@@ -34,6 +37,7 @@ class Slots:
         self._round = 0  # how often the slots were cut
         self._successes = 0
         self._begun: dict[int, int] = {}  # by thread inside: the round in which it began
+        self._expendable: dict[int, Expendable] = {}  # by thread inside
         self._lock = threading.Lock()
         self._queue: deque[threading.Lock] = deque()
 
@@ -51,7 +55,8 @@ class Slots:
         self._enter()
         thread = expendable()
         if thread is not None:
-            thread.leaving.append(partial(self._left, threading.get_ident()))
+            self._expendable[threading.get_ident()] = thread
+            thread.leaving.append(partial(self._left, threading.get_ident(), thread))
 
     def _enter(self) -> None:
         if self._pid != os.getpid():
@@ -66,7 +71,9 @@ class Slots:
             self._queue.append(gate)
         try:
             while not gate.acquire(timeout=TICK_SECONDS):  # whoever leaves opens it and so hands over the slot
-                pass
+                current().check("a call")
+                for thread in list(self._expendable.values()):
+                    thread.leave_behind()
         except BaseException:
             with self._lock:
                 if gate in self._queue:
@@ -80,16 +87,18 @@ class Slots:
         thread = expendable()
         if thread is not None:
             thread.leaving.pop()
+            self._expendable.pop(threading.get_ident(), None)
         with self._lock:
             begun = self._begun.pop(threading.get_ident(), None)
             if begun is not None:
                 self._judge(error, begun)
                 self._leave()
 
-    def _left(self, ident: int) -> None:
+    def _left(self, ident: int, thread: Expendable) -> None:
         """A thread inside was left behind: its slot goes to others."""
         with self._lock:
-            if self._begun.pop(ident, None) is not None:
+            # Not of a newer thread with the same number.
+            if self._expendable.get(ident) is thread and self._begun.pop(ident, None) is not None:
                 self._leave()
 
     def _judge(self, error: BaseException | None, begun: int) -> None:

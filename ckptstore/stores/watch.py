@@ -47,7 +47,20 @@ IDLE_SECONDS = 5.0
 class _Job:
     """One call on its way."""
 
-    __slots__ = ("_end", "_last", "_limit", "error", "key", "patience", "reply", "result", "run", "touched", "verb")
+    __slots__ = (
+        "_end",
+        "_last",
+        "_limit",
+        "error",
+        "key",
+        "over",
+        "patience",
+        "reply",
+        "result",
+        "run",
+        "touched",
+        "verb",
+    )
 
     def __init__(self, verb: str, key: str, run: Callable[[_Job], Any], limit: float) -> None:
         self.verb = verb
@@ -58,6 +71,8 @@ class _Job:
         self.reply: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.result: Any = None
         self.error: BaseException | None = None
+        self.over = False
+        """Set when it returns after it was given up."""
         self.touched = time.monotonic()
         self._last = self.touched + max(limit, LISTING_SECONDS)
         self._end: dict[str, str] = {}
@@ -73,7 +88,7 @@ class _Job:
         return min(self.touched + self._limit, self._last) - time.monotonic()
 
     def end(self, by: str) -> bool:
-        """Whether it ends by this, "return" or "abandoned": the first word counts.
+        """Whether it ends by this, "return" or "abandoned": the first word counts, and may be said again.
 
         Without a lock, as all of this: a signal handler may call the store while its thread is right here.
         """
@@ -129,8 +144,16 @@ class _Pool:
     def abandon(self, job: _Job) -> bool:
         """Nobody waits for it any more: it counts as hung. False if it has come to its end just now."""
         self.hung.add(job)  # first, so that its thread finds it there
-        if job.end("abandoned"):
+        abandoned = job.end("abandoned")
+        if job.over or not abandoned:
+            self.hung.discard(job)
+        return abandoned
+
+    def returned(self, job: _Job) -> bool:
+        """It has come to its end. False if it was given up before."""
+        if job.end("return"):
             return True
+        job.over = True  # first: others may be about to give it up once more
         self.hung.discard(job)
         return False
 
@@ -153,8 +176,7 @@ class _Pool:
             if job is None:
                 return
             job.work()
-            if not job.end("return"):
-                self.hung.discard(job)
+            self.returned(job)
             self._idle.append(box)  # before the answer, so that the next call finds this thread warm
             job.wake()
             del job
@@ -258,8 +280,8 @@ class WatchStore(Store):
         finally:
             thread.given_up = None
             patience.adopt(mine)
-        if not job.end("return"):
-            pool.hung.discard(job)
+        if not pool.returned(job):
+            thread.left = True
             raise self._overdue(job)
 
     def _run_there(self, pool: _Pool, job: _Job, mine: Patience) -> None:
