@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ckptstore import MirrorReport
+from ckptstore import MirrorReport, parse_policy
 from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
 from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, chosen_epochs, print_copies, rate
 from ckptstore.cli._format import clean, size, to_json
@@ -19,12 +19,22 @@ _Epochs = Annotated[
     str | None,
     typer.Option("--epochs", metavar="LIST", show_default=False, help="E.g. 7, 1,5-9 or 100-. Default: all."),
 ]
+_Keep = Annotated[
+    str | None,
+    typer.Option(
+        "--keep",
+        metavar="POLICY",
+        show_default=False,
+        help="Only what it keeps, e.g. 'KeepLast(3)': see prune.",
+    ),
+]
 
 
 def mirror(
     source: Source,
     target: Target,
     epochs: _Epochs = None,
+    keep: _Keep = None,
     limit: Limit = None,
     json: Json = False,
     option: Options = None,
@@ -40,13 +50,13 @@ def mirror(
 
     Example: [cyan]ckptstore mirror /nvme/run s3://runs/llama --limit 50MB/s[/cyan]
     """
-    bytes_a_second = rate(limit)
+    bytes_a_second, policy = rate(limit), None if keep is None else parse_policy(keep)
     begun = time.perf_counter()
     with open_repository(source, option, False, create=False) as here:
         wanted = chosen_epochs(epochs, here.epochs() if epochs else ())
         with open_repository(target, to_option, unsafe, create=True) as there:
             with progress_bar("mirroring") as move:
-                report = here.mirror(there, wanted, limit=bytes_a_second, progress=move)
+                report = here.mirror(there, wanted, policy, limit=bytes_a_second, progress=move)
             urls = here.url, there.url
     seconds = time.perf_counter() - begun
     if json:

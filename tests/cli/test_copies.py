@@ -81,6 +81,9 @@ def test_mirror_of_some(run: Run, state_repo: Path, tmp_path: Path) -> None:
     assert "no epoch 7" in missing.err
     result = run("mirror", state_repo, tmp_path / "two", "--epochs", "2-7", "--limit", "1GB/s", "--json")
     assert [c["epoch"] for c in result.json["epochs"]] == [2, 3]
+    kept = run("mirror", state_repo, tmp_path / "kept", "--keep", "KeepLast(1) | KeepEvery(2)", "--json")
+    assert [c["epoch"] for c in kept.json["epochs"]] == [2, 3]
+    assert run("mirror", state_repo, tmp_path / "two", "--keep", "KeepAll").code == 1
     assert run("mirror", state_repo, tmp_path / "two", "--limit", "fast").code == 1
     assert run("mirror", tmp_path / "nowhere", tmp_path / "three").code == 3
     assert not (tmp_path / "three").exists()
