@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ckptstore import keys
 from ckptstore.manifest import ChunkRef, RecordIndex
+from ckptstore.patience import indispensable
 
 Place = tuple[ChunkRef, int, int]  # chunk, offset and length of a run of bytes in its raw content
 
@@ -68,7 +69,7 @@ class Known:
         return places
 
     def _is_there(self, chunk: ChunkRef) -> bool:
-        with self._lock:
+        with indispensable(), self._lock:
             if chunk.attempt not in self._there:
                 self._there[chunk.attempt] = self._look(chunk.attempt)
             return self._there[chunk.attempt].get(chunk.key) == chunk.stored_length

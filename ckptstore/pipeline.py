@@ -192,6 +192,7 @@ class Pipeline:
         """The next entry, waited for in pieces; meanwhile threads that hang are left behind."""
         while True:
             if time.monotonic() - self._looked >= TICK_SECONDS:
+                self.cpu.leave_behind()  # it looks up what the store has
                 self.io.leave_behind()
                 self._looked = time.monotonic()
             with suppress(Empty):

@@ -17,24 +17,38 @@ from ckptstore.patience import Patience
 from ckptstore.pipeline import Pipeline
 from ckptstore.pool import Pool
 from ckptstore.stores import LimitStore, MemoryStore, RetryStore, WatchStore, watch
-from ckptstore.stores.base import Body
+from ckptstore.stores.base import Body, ObjectInfo
 from ckptstore.stores.limit import Slots
 
 
 class Stuck(MemoryStore):
-    """A put whose key matches hangs until it is let go."""
+    """A put whose key matches hangs until it is let go, and so does any verb that is named."""
 
     def __init__(self, part: str = "") -> None:
         super().__init__()
         self.part = part
+        self.verbs: dict[str, str] = {}
         self.go = threading.Event()
         self.inside = 0
 
     def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
         if self.part and self.part in key:
-            self.inside += 1
-            self.go.wait(120)
+            self._hang()
         super().put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if "get" in self.verbs and self.verbs["get"] in key:
+            self._hang()
+        return super().get(key, start, end)
+
+    def list(self, prefix: str = "", *, partial: bool = False) -> Iterator[ObjectInfo]:
+        if "list" in self.verbs and self.verbs["list"] in prefix:
+            self._hang()
+        return super().list(prefix, partial=partial)
+
+    def _hang(self) -> None:
+        self.inside += 1
+        self.go.wait(120)
 
 
 @pytest.fixture
@@ -73,7 +87,7 @@ def within(seconds: float, act: Callable[[], object]) -> None:
 
 def test_others_need_not_wait_for_an_owner_that_does_not_look(inner: Stuck) -> None:
     """All slots are held by threads that hang, and their owner does something else, or was interrupted."""
-    watched = WatchStore(inner, 0.1)
+    watched = WatchStore(inner, 0.5)
     store = LimitStore(watched, 2)
     store.put("there", b"body")
     inner.part = "stuck"
@@ -94,6 +108,28 @@ def test_others_need_not_wait_for_an_owner_that_does_not_look(inner: Stuck) -> N
     until(lambda: watched.hung == 0)
     assert store._slots._inside == 0
     assert not store._slots._expendable
+
+
+@pytest.mark.parametrize(("verb", "part"), [("get", "manifests/"), ("list", "/chunks/")])
+def test_a_core_that_asks_the_store_is_watched_too(inner: Stuck, verb: str, part: str) -> None:
+    """The look at what may be reused is made by a thread that hashes, while others wait for what it finds."""
+    repo = ckptstore.Repository(RetryStore(LimitStore(WatchStore(inner, 0.5), 4)))
+    state = {str(number): np.full(2_000_000, number) for number in range(6)}
+    repo.save(1, {"model": state})
+
+    def block() -> None:
+        with repo.begin(2) as txn:
+            inner.verbs = {verb: part}
+            try:
+                txn.write("model", state)
+            finally:
+                inner.verbs = {}
+
+    with pytest.raises(DeadlineError, match="the mount hangs"):
+        within(60, block)
+    assert inner.inside
+    within(60, lambda: repo.save(3, {"model": state}))
+    assert repo.epochs() == [1, 3]
 
 
 @pytest.mark.parametrize("act", ["latest", "other save"])
@@ -161,7 +197,7 @@ def test_given_up_by_several_and_after_its_return() -> None:
 
 def test_a_thread_that_was_left_behind_is_replaced(inner: Stuck) -> None:
     """It takes no more work when it comes back, whoever left it behind, and others do."""
-    store = WatchStore(inner, 0.1)
+    store = WatchStore(inner, 0.5)
     inner.part = "stuck"
     pipeline = Pipeline(1)
     pipeline.submit(0, (pipeline.io, lambda _: store.put("stuck", b"")))
