@@ -60,6 +60,7 @@ from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
 from ckptstore.transaction import Transaction
+from ckptstore.usage import EpochUsage, Usage
 from ckptstore.verify import EpochHealth, VerifyReport
 from ckptstore.writer import Tally
 
@@ -79,6 +80,7 @@ __all__ = [
     "EpochHealth",
     "EpochInfo",
     "EpochNotFoundError",
+    "EpochUsage",
     "FencedError",
     "FormatError",
     "GcReport",
@@ -120,6 +122,7 @@ __all__ = [
     "Transaction",
     "TransactionError",
     "TransientError",
+    "Usage",
     "VerifyReport",
     "on_preemption",
     "open",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ckptstore import options
 from ckptstore.catalog import Catalog
@@ -12,15 +13,18 @@ from ckptstore.foundation import Foundation
 from ckptstore.manifest import check_epoch
 from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose
 from ckptstore.pipeline import Progress
-from ckptstore.policies import Policy
+from ckptstore.policies import AnyPolicy, Policy
+from ckptstore.retention import PruneReport
+from ckptstore.usage import Usage, usage
 
 
 class Caring:
-    """The part of a repository that copies, counts and compares: ``mirror`` and ``copy``."""
+    """The part of a repository that copies, counts and compares: ``mirror``, ``copy`` and ``du``."""
 
     _catalog: Catalog
     _flights: Flights
     _foundation: Foundation
+    _prune: Callable[..., PruneReport]
 
     def mirror(
         self,
@@ -92,6 +96,32 @@ class Caring:
                 epoch=number,
             )
         return done
+
+    def du(self, policy: AnyPolicy | None = None, progress: Progress | None = None) -> Usage:
+        """What each epoch takes on the store, what it shares with others, and what deleting would free.
+
+        Manifests, indexes and listings are read, and no chunk. Damage is reported, not raised.
+
+        Args:
+            policy: also tell what a prune by it would free (``bytes_freed``) and which epochs would go (``plan``).
+            progress: called with ``(epochs done, epochs in all)``.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        self._foundation.require()
+        if policy is None:
+            return usage(self._catalog, progress=progress)
+        plan = self._prune(policy, dry_run=True, deep=False)
+        commits = self._catalog.committed()
+        newest = {commit.epoch: commit for commit in commits}
+        counted = usage(
+            self._catalog,
+            victims={commit for commit in commits if commit.epoch in plan.removed},
+            thinned={newest[epoch]: names for epoch, names in plan.dropped.items() if epoch in newest},
+            progress=progress,
+        )
+        return replace(counted, plan=plan)
 
     def _place(self, to: Caring) -> Place:
         if to is self:

@@ -24,7 +24,7 @@ FLOORS: dict[float, set[str]] = {
         "background", "caring", "catalog", "checkpoint", "claim", "commit", "copying", "exiting", "failures", "fence",
         "flights", "foundation", "lease", "mirror", "opening", "options", "pickling", "pins", "preemption", "preflight",
         "reclaim", "removing", "repository", "rescue", "retention", "spill", "sweep", "thinning", "transaction",
-        "verify",
+        "usage", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

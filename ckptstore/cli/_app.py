@@ -18,6 +18,7 @@ from ckptstore.cli._common import Debug, say
 from ckptstore.cli.bench import bench
 from ckptstore.cli.cp import cp
 from ckptstore.cli.demo import demo
+from ckptstore.cli.du import du
 from ckptstore.cli.ls import ls
 from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
@@ -89,7 +90,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin, mirror, cp, preflight, bench, demo):
+_COMMANDS: tuple[Any, ...] = (
+    *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
+    *(mirror, cp, du),
+    *(preflight, bench, demo),
+)
+for _command in _COMMANDS:
     # Typer keeps the line breaks of a docstring; a terminal has its own width.
     _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)

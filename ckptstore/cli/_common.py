@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 import ckptstore
@@ -152,15 +161,19 @@ def say(word: str, message: str, style: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, *, counting: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A callback for the library that moves a bar on stderr, if that is a terminal.
 
     The library counts each epoch from zero; every new count is shown as a round of its own.
+
+    Args:
+        counting: things are counted, not bytes.
     """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    sizes: tuple[ProgressColumn, ...] = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *((MofNCompleteColumn(),) if counting else sizes))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         last, rounds = 0, 1

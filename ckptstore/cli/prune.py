@@ -29,7 +29,7 @@ from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.policies import AnyPolicy
 
-_Keep = Annotated[
+Keep = Annotated[
     str | None,
     typer.Option(
         "--keep",
@@ -39,7 +39,7 @@ _Keep = Annotated[
         "KeepHourly(n), KeepWeekly(n), KeepBytes(limit); | keeps what either keeps, & what both keep.",
     ),
 ]
-_Records = Annotated[
+Records = Annotated[
     list[str] | None,
     typer.Option(
         "--record",
@@ -49,7 +49,7 @@ _Records = Annotated[
         "epoch goes when none of them is kept in it; else only the records go.",
     ),
 ]
-_Run = Annotated[
+Run = Annotated[
     str, typer.Option("--run", metavar="ID", help="The epochs of this run. Default: those of no named run.")
 ]
 _Quick = Annotated[
@@ -65,9 +65,9 @@ _Grace = Annotated[
 
 def plan(
     url: Url,
-    keep: _Keep = None,
-    record: _Records = None,
-    run: _Run = "",
+    keep: Keep = None,
+    record: Records = None,
+    run: Run = "",
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -77,16 +77,16 @@ def plan(
 
     Example: [cyan]ckptstore plan s3://runs/llama --keep 'KeepLast(5) | KeepBest("loss", 3)'[/cyan]
     """
-    policy = _policy(keep, record)
+    policy = policy_of(keep, record)
     with open_repository(url, option, unsafe, create=False, run=run) as repo:
         _show(repo.url, repo.plan(policy), json)
 
 
 def prune(
     url: Url,
-    keep: _Keep = None,
-    record: _Records = None,
-    run: _Run = "",
+    keep: Keep = None,
+    record: Records = None,
+    run: Run = "",
     quick: _Quick = False,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -101,7 +101,7 @@ def prune(
 
     Example: [cyan]ckptstore prune s3://runs/llama --keep 'KeepLast(5)' --dry-run[/cyan]
     """
-    policy = _policy(keep, record)
+    policy = policy_of(keep, record)
     with open_repository(url, option, unsafe, create=False, run=run) as repo:
         if not dry_run and not yes:
             planned = repo.plan(policy)
@@ -146,7 +146,7 @@ def gc(
             console.print(Text(f"left alone: {clean(key)}: {clean(why)}", "yellow"))
 
 
-def _policy(keep: str | None, records: list[str] | None) -> AnyPolicy:
+def policy_of(keep: str | None, records: list[str] | None) -> AnyPolicy:
     if (keep is None) == (not records):
         raise InvalidArgumentError("say what to keep: either --keep POLICY or --record NAME=POLICY, e.g. 'KeepLast(5)'")
     if keep is not None:
