@@ -18,6 +18,7 @@ from ckptstore.cli._common import Debug, say
 from ckptstore.cli.bench import bench
 from ckptstore.cli.cp import cp
 from ckptstore.cli.demo import demo
+from ckptstore.cli.doctor import doctor
 from ckptstore.cli.du import du
 from ckptstore.cli.ls import ls
 from ckptstore.cli.mirror import mirror
@@ -93,7 +94,7 @@ app = typer.Typer(
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
     *(mirror, cp, du),
-    *(preflight, bench, demo),
+    *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:
     # Typer keeps the line breaks of a docstring; a terminal has its own width.

@@ -172,6 +172,24 @@ class RemoteStore(Store):
             with suppress(AccessError):  # where listing is not allowed, the reply itself has to do
                 self._page(self._root, None, 1)  # raises where the whole bucket is missing
 
+    @property
+    def scheme(self) -> str:
+        """ "s3" or "gs"."""
+        return self._backend.scheme
+
+    @property
+    def root(self) -> str:
+        """What all names in the bucket begin with: the prefix and a slash, or nothing."""
+        return self._root
+
+    def ask(self, action: str, step: Callable[[Any, Any], Coroutine[Any, Any, T]]) -> T:
+        """Run a request that is none of the verbs (see ``bucket``): ``step`` is given backend and file system.
+
+        Raises:
+            StoreError: as the verbs do; ``Missing`` where the server has nothing of the kind.
+        """
+        return self._call(action, None, lambda fs: step(self._backend, fs))
+
     def close(self) -> None:
         fs, pid, _ = self._opened
         if pid != os.getpid():
