@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptstore.doctor.contents import check_debris, check_leases, check_repository
-from ckptstore.doctor.findings import Diagnosis, Finding
+from ckptstore.doctor.findings import Diagnosis, Finding, what_failed
 from ckptstore.doctor.patient import Patient
 from ckptstore.doctor.place import check_keeping, check_mount, check_rules, check_space, check_uploads
 from ckptstore.doctor.speed import check_speed
@@ -27,11 +27,13 @@ from ckptstore.stores.bucket import base_of
 
 __all__ = ["Diagnosis", "Finding", "examine", "examine_store"]
 
-RETRY = RetryPolicy(attempts=5, deadline=15.0, hang=20.0)
+RETRY = RetryPolicy(attempts=4, deadline=15.0, hang=20.0)
 """Who asks what is wrong wants an answer soon."""
 _WIDEST = 16
 _UNANSWERED = 3
 """After so many calls without an answer the store is not asked any more: each would take as long again."""
+
+_SAY_IT_THEMSELVES = {"folder", "old versions", "list", "put, get, delete"}
 
 _Check = Callable[[Patient], Iterator[Finding]]
 _CHECKS: dict[str, _Check] = {
@@ -103,9 +105,14 @@ def examine_store(
                     on_check(name)
                 findings += _run(name, check, patient)
     if patient.remains:
-        said = f"{len(patient.remains)} probes could not be deleted: {', '.join(patient.remains[:5])}"
+        said = f"could not be deleted, and may still be there: {', '.join(patient.remains[:5])}"
+        said += f" and {len(patient.remains) - 5} more" if len(patient.remains) > 5 else ""
         advice = "delete them by hand; nothing else uses keys below probes/, and gc removes them where it may"
         findings.append(Finding("left behind", False, said, advice, {"keys": patient.remains}))
+    if patient.kept:
+        count, until = len(patient.store.used), f", for {patient.locked}" if patient.locked else ""
+        said = f"old versions of {count} tiny probes stay{until}: {patient.kept}"
+        findings.append(Finding("left behind", None, said, "they go with the bucket's other old versions"))
     return Diagnosis(patient.url, tuple(findings))
 
 
@@ -114,13 +121,24 @@ def _look_around(patient: Patient) -> Iterator[Finding]:
     return iter(())
 
 
+def _applies(name: str, patient: Patient) -> bool:
+    """Whether a check has anything to say of this kind of place, as far as that is known without asking it."""
+    if name in ("mount", "space"):
+        return patient.local is not None
+    if name in ("multipart leftovers", "lifecycle rules"):
+        return patient.bucket is not None
+    return name not in ("leases", "debris") or patient.epochs is not None
+
+
 def _run(name: str, check: _Check, patient: Patient) -> list[Finding]:
     """What a check finds; what goes wrong in it is a finding too, so that the others go on."""
-    if patient.store.unanswered >= _UNANSWERED:
-        return [Finding(name, None, "not looked at: the store does not answer")]
+    why = "there is no such bucket" if patient.nowhere else "the store does not answer"
+    if name not in _SAY_IT_THEMSELVES and (patient.nowhere or patient.store.unanswered >= _UNANSWERED):
+        return [Finding(name, None, f"not looked at: {why}")] if _applies(name, patient) else []
     found: list[Finding] = []
     try:
         found.extend(check(patient))
     except Exception as error:  # noqa: BLE001 (whatever it is, it is about this check only)
-        found.append(Finding(name, False, str(error) or type(error).__name__, advice_for(error)))
+        advice = advice_for(error)
+        found.append(Finding(name, False, what_failed(error) if advice else str(error) or type(error).__name__, advice))
     return found

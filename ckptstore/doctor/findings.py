@@ -46,3 +46,14 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         return {"url": self.url, "ok": self.ok, "findings": [asdict(finding) for finding in self.findings]}
+
+
+def what_failed(error: BaseException) -> str:
+    """The message of an error without the advice at its end, for findings that have a better one."""
+    message = str(error) or type(error).__name__
+    return message.rpartition("; ")[0] or message
+
+
+def days(count: object) -> str:
+    """A number of days in words."""
+    return f"{count} day{'' if str(count) == '1' else 's'}"

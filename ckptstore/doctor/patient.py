@@ -133,11 +133,13 @@ class Patient:
         single_writer: the user promises that one process at a time writes.
         may_put, may_delete, conditional: what the checks found; None: not found out.
         locked: nothing that is put can be deleted for good, for so long.
+        nowhere: there is no such bucket.
         versions: the bucket keeps old versions.
         ahead: the store's time minus that of this machine, in seconds, as far as it is known.
         epochs: how many there are; None where there is no repository.
         newest: bytes that the newest epoch takes, once that is known.
         remains: keys that could not be deleted at the end.
+        kept: why old versions of them stay; "" where none do.
     """
 
     def __init__(self, store: Store, *, single_writer: bool = False) -> None:
@@ -150,12 +152,14 @@ class Patient:
         self.may_put: bool | None = None
         self.may_delete: bool | None = None
         self.conditional: bool | None = None
+        self.nowhere = False
         self.versions = False
         self.locked = ""
         self.ahead = 0.0
         self.newest: int | None = None
         self.epochs: int | None = None
         self.remains: tuple[str, ...] = ()
+        self.kept = ""
         self._watch = _watch_of(store)
         self._missing: tuple[str, ...] = ()
 
@@ -208,7 +212,7 @@ class Patient:
             try:
                 self.bucket.forget(store.used, keys.PROBES)
             except CkptStoreError as failure:
-                log.warning("old versions of what was tried out stay in %s: %s", self.url, failure)
+                self.kept = str(failure)
         self._remove_folders()
 
     def _catch_stragglers(self) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ckptstore.doctor.findings import Finding
+from ckptstore.doctor.findings import Finding, days, what_failed
 from ckptstore.doctor.patient import Patient
 from ckptstore.errors import AccessError, CkptStoreError
 from ckptstore.preflight import human
@@ -84,10 +84,15 @@ def check_keeping(patient: Patient) -> Iterator[Finding]:
     if isinstance(answer, Finding):
         yield answer
         return
-    patient.versions, patient.locked = answer.versions, answer.locked
-    facts = {"versions": answer.versions, "locked": answer.locked or None, "soft_delete_days": answer.soft_days}
-    if answer.locked:
-        said = f"nothing can be deleted for good before {answer.locked} have passed"
+    patient.versions = answer.versions
+    patient.locked = days(f"{answer.locked_days:.3g}") if answer.locked_days else ""
+    facts = {
+        "versions": answer.versions,
+        "locked_days": answer.locked_days,
+        "soft_delete_days": answer.soft_days,
+    }
+    if patient.locked:
+        said = f"what is put cannot be deleted for good for {patient.locked}"
         advice = "a prune frees nothing before that: reckon with it, or use a bucket without a default retention"
         yield Finding(name, None, said, advice, facts)
     elif answer.versions:
@@ -97,11 +102,11 @@ def check_keeping(patient: Patient) -> Iterator[Finding]:
         )
         rules = _asked(name, "rules", patient.bucket, patient.bucket.rules)
         if not isinstance(rules, Finding) and rules.old_days is not None:
-            yield Finding(name, True, f"{said}, and deletes them {rules.old_days} days later", facts=facts)
+            yield Finding(name, True, f"{said}, and deletes them {days(rules.old_days)} later", facts=facts)
         else:
             yield Finding(name, None, said, advice, facts)
     elif answer.soft_days:
-        said = f"deleted objects are kept, and paid for, for {answer.soft_days:.3g} days (soft delete)"
+        said = f"deleted objects are kept, and paid for, for {days(f'{answer.soft_days:.3g}')} (soft delete)"
         yield Finding(name, None, said, "for checkpoints that come and go, set the soft delete policy to 0", facts)
     else:
         yield Finding(name, True, "what is deleted is gone, and free", facts=facts)
@@ -148,7 +153,7 @@ def check_rules(patient: Patient) -> Iterator[Finding]:
         yield Finding(name, False, said, advice, facts)
     elif answer.abort_days is not None or patient.bucket.scheme != "s3":
         said = (
-            f"unfinished uploads are aborted after {answer.abort_days} days" if answer.abort_days else "none that hurt"
+            f"unfinished uploads are aborted after {days(answer.abort_days)}" if answer.abort_days else "none that hurt"
         )
         yield Finding(name, True, said, facts=facts)
     else:
@@ -166,8 +171,10 @@ def _asked(name: str, question: str, bucket: Bucket, ask: Callable[[], T]) -> T 
     try:
         return ask()
     except AccessError as error:
-        return Finding(name, None, f"we may not ask: {error}", f"allow {bucket.rights[question]} to see it")
+        return Finding(
+            name, None, f"we may not ask: {what_failed(error)}", f"allow {bucket.rights[question]} to see it"
+        )
     except (NotSupported, Missing):
         return Finding(name, None, "the server does not know the question", "ask whoever runs it")
     except CkptStoreError as error:
-        return Finding(name, None, f"it could not be found out: {error}")
+        return Finding(name, None, f"it could not be found out: {what_failed(error)}")

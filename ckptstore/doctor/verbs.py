@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckptstore import keys
-from ckptstore.doctor.findings import Finding
+from ckptstore.doctor.findings import Finding, what_failed
 from ckptstore.doctor.patient import Patient
-from ckptstore.errors import AccessError, CkptStoreError, ObjectExistsError, ObjectNotFoundError, StoreError
+from ckptstore.errors import (
+    AccessError,
+    CkptStoreError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RepositoryNotFoundError,
+    StoreError,
+)
 from ckptstore.pipeline import side_by_side
 from ckptstore.stores import probe_conditional_put
 
@@ -35,6 +42,12 @@ def check_list(patient: Patient) -> Iterator[Finding]:
     except AccessError as error:
         yield _refused(patient, "list", error, "without listing, latest() cannot tell what is there")
         return
+    except RepositoryNotFoundError as error:
+        patient.nowhere = True
+        yield Finding(
+            "list", False, what_failed(error), "check the name of the bucket, or make it: ckptstore makes none"
+        )
+        return
     seconds = time.perf_counter() - begun
     old = f", with {count} probes that others left (gc removes them)" if count else ""
     yield Finding("list", True, f"allowed{old}", facts={"seconds": seconds, "probes": count})
@@ -42,6 +55,9 @@ def check_list(patient: Patient) -> Iterator[Finding]:
 
 def check_put_get_delete(patient: Patient) -> Iterator[Finding]:
     """May we put, get and delete? Each is told by itself, also where one before it was refused."""
+    if patient.nowhere:  # and some servers would make it for the first put
+        yield from (Finding(name, False, "there is no such bucket") for name in ("put", "get", "delete"))
+        return
     key, body = keys.probe_key(), b"ckptstore doctor was here: delete me " + b"." * 100
     try:
         patient.store.put(key, body)
@@ -51,7 +67,7 @@ def check_put_get_delete(patient: Patient) -> Iterator[Finding]:
         patient.may_put = False
         yield _refused(patient, "put", error, "nothing can be saved there; what is there can be read")
     except CkptStoreError as error:  # full, or it does not answer: what can be asked without is still asked
-        yield Finding("put", False, str(error), advice_for(error))
+        yield Finding("put", False, what_failed(error), advice_for(error))
     yield _get(patient, key, body)
     yield _delete(patient, key)
 
@@ -66,7 +82,7 @@ def _get(patient: Patient, key: str, body: bytes) -> Finding:
     except AccessError as error:
         return _refused(patient, "get", error, "nothing can be restored from there")
     except CkptStoreError as error:
-        return Finding("get", False, str(error), advice_for(error))
+        return Finding("get", False, what_failed(error), advice_for(error))
     if whole != body or part != body[5:20]:
         said = "a range of an object" if whole == body else "an object"
         return Finding("get", False, f"{said} comes back with other bytes", "something between here and there edits it")
@@ -80,7 +96,7 @@ def _delete(patient: Patient, key: str) -> Finding:
         patient.may_delete = False
         return _refused(patient, "delete", error, "nothing can be pruned, and leases and probes stay")
     except CkptStoreError as error:
-        return Finding("delete", False, str(error), advice_for(error))
+        return Finding("delete", False, what_failed(error), advice_for(error))
     if not patient.may_put:
         return Finding("delete", None, "could not be tried, because nothing could be put")
     patient.may_delete = True
@@ -281,7 +297,7 @@ def _refused(patient: Patient, verb: str, error: StoreError, meaning: str) -> Fi
         advice = f"allow {patient.bucket.rights[verb]} to these credentials: {meaning}"
     else:
         advice = f"give this user the right to, or mount it for writing: {meaning}"
-    return Finding(verb, False, str(error), advice)
+    return Finding(verb, False, what_failed(error), advice)
 
 
 def advice_for(error: BaseException) -> str:

@@ -59,12 +59,12 @@ class Keeping:
 
     Attributes:
         versions: old versions stay.
-        locked: nothing that is put can be deleted for good before so long has passed, in words; "" where not.
+        locked_days: nothing that is put can be deleted for good before so many days have passed.
         soft_days: days for which deleted objects can be had back, and are paid for.
     """
 
     versions: bool = False
-    locked: str = ""
+    locked_days: float = 0.0
     soft_days: float = 0.0
 
 
@@ -116,8 +116,8 @@ class Bucket:
         except Missing:
             return Keeping(versions=True)
         retention = ((reply.get("ObjectLockConfiguration") or {}).get("Rule") or {}).get("DefaultRetention") or {}
-        length = f"{retention['Days']} days" if retention.get("Days") else f"{retention.get('Years')} years"
-        return Keeping(versions=True, locked=length if retention.get("Days") or retention.get("Years") else "")
+        locked = float(retention.get("Days") or 365 * (retention.get("Years") or 0))
+        return Keeping(versions=True, locked_days=locked)
 
     def forget(self, keys: Collection[str], prefix: str) -> None:
         """Delete all versions of some objects for good, those of a bucket that keeps old ones too.
@@ -260,4 +260,4 @@ def _gcs_keeping(about: Mapping[str, Any]) -> Keeping:
     lock = float((about.get("retentionPolicy") or {}).get("retentionPeriod") or 0)
     soft = float((about.get("softDeletePolicy") or {}).get("retentionDurationSeconds") or 0)
     versions = bool((about.get("versioning") or {}).get("enabled"))
-    return Keeping(versions, f"{lock / _DAY:.3g} days" if lock else "", soft / _DAY)
+    return Keeping(versions, lock / _DAY, soft / _DAY)
