@@ -142,7 +142,7 @@ class Portable:
             TypeError: it was not made by ``ckptstore.open``.
         """
         if not isinstance(storage_options, Mapping):
-            raise InvalidArgumentError(f"storage_options must be a dict, not a {type(storage_options).__name__}")
+            raise InvalidArgumentError(f"storage_options must be a dict, not of type {type(storage_options).__name__}")
         repo: P = self._required().with_options(storage_options)(self._passport())
         return repo
 

@@ -81,7 +81,7 @@ def _check_types(
     )
     for name, value, good, wanted in checks:
         if not good:
-            raise InvalidArgumentError(f"{name} must be {wanted}, not a {type(value).__name__}")
+            raise InvalidArgumentError(f"{name} must be {wanted}, not of type {type(value).__name__}")
 
 
 def probe_conditional_put(store: Store) -> bool:
