@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptstore.background import SaveHandle
 from ckptstore.catalog import Skipped
 from ckptstore.checkpoint import Checkpoint, Record
+from ckptstore.diff import ArrayDiff, Diff, ValueDiff
 from ckptstore.errors import (
     AccessError,
     AlreadyExistsError,
@@ -70,11 +71,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessError",
     "AlreadyExistsError",
+    "ArrayDiff",
     "BusyError",
     "Checkpoint",
     "CkptStoreError",
     "CorruptionError",
     "DeadlineError",
+    "Diff",
     "EpochCopy",
     "EpochExistsError",
     "EpochHealth",
@@ -123,6 +126,7 @@ __all__ = [
     "TransactionError",
     "TransientError",
     "Usage",
+    "ValueDiff",
     "VerifyReport",
     "on_preemption",
     "open",

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from ckptstore import options
 from ckptstore.catalog import Catalog
-from ckptstore.errors import CorruptionError, EpochExistsError, EpochNotFoundError, InvalidArgumentError
+from ckptstore.diff import Diff, diff
+from ckptstore.errors import (
+    CorruptionError,
+    EpochExistsError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    ObjectNotFoundError,
+)
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
-from ckptstore.manifest import check_epoch
+from ckptstore.manifest import Manifest, check_epoch, check_record_name
 from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy, Policy
@@ -19,7 +27,7 @@ from ckptstore.usage import Usage, usage
 
 
 class Caring:
-    """The part of a repository that copies, counts and compares: ``mirror``, ``copy`` and ``du``."""
+    """The part of a repository that copies, counts and compares: ``mirror``, ``copy``, ``du`` and ``diff``."""
 
     _catalog: Catalog
     _flights: Flights
@@ -122,6 +130,31 @@ class Caring:
             progress=progress,
         )
         return replace(counted, plan=plan)
+
+    def diff(self, first: int, second: int, record: str | None = None, progress: Progress | None = None) -> Diff:
+        """How two epochs differ: arrays, files, plain values, metadata.
+
+        Chunks with equal digests are not read; of the others a few at a time are in memory.
+
+        Args:
+            record: compare only this one.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Raises:
+            EpochNotFoundError, RecordNotFoundError: there is no such epoch, or neither has that record.
+            CorruptionError: what had to be read is damaged.
+            StoreError: the store failed.
+        """
+        one, two = (self._newest(check_epoch(epoch)) for epoch in (first, second))
+        return diff(self._catalog, one, two, None if record is None else check_record_name(record), progress)
+
+    def _newest(self, epoch: int) -> Manifest:
+        for _ in range(3):  # it may be replaced between the listing and the read
+            for commit in self._catalog.committed(epoch)[-1:]:
+                with suppress(ObjectNotFoundError):
+                    return self._catalog.manifest(commit)
+        self._foundation.require()
+        raise EpochNotFoundError(f"there is no epoch {epoch} in {self._catalog.store.traits.url}", epoch=epoch)
 
     def _place(self, to: Caring) -> Place:
         if to is self:

@@ -15,13 +15,14 @@ ROOF = 4
 ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by nobody
 FLOORS: dict[float, set[str]] = {
     0: {
-        "errors", "keys", "manifest", "arrays", "dtypes", "skeleton", "inplace", "refusals", "tree", "chunks", "files",
-        "garbage", "jsonsize", "locks", "patience", "planes", "policies",
+        "arrays", "chunks", "compare", "dtypes", "errors", "files", "garbage", "inplace", "jsonsize", "keys", "locks",
+        "manifest", "outline", "patience", "planes", "policies", "refusals", "skeleton", "tree",
     },
     1: {"codecs", "pace", "pipeline", "pool", "staging", "stores", "throttle"},
     2: {"known", "writer", "reader"},
     3: {
-        "background", "caring", "catalog", "checkpoint", "claim", "commit", "copying", "doctor", "exiting", "failures",
+        "background", "caring", "catalog", "checkpoint", "claim", "commit", "copying", "diff", "doctor", "exiting",
+        "failures",
         "fence", "flights", "foundation", "lease", "mirror", "opening", "options", "pickling", "pins", "preemption",
         "preflight", "reclaim", "removing", "repository", "rescue", "retention", "spill", "sweep", "thinning",
         "transaction", "usage", "verify",

@@ -18,6 +18,7 @@ from ckptstore.cli._common import Debug, say
 from ckptstore.cli.bench import bench
 from ckptstore.cli.cp import cp
 from ckptstore.cli.demo import demo
+from ckptstore.cli.diff import diff
 from ckptstore.cli.doctor import doctor
 from ckptstore.cli.du import du
 from ckptstore.cli.ls import ls
@@ -93,7 +94,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(mirror, cp, du),
+    *(mirror, cp, du, diff),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:
