@@ -7,24 +7,32 @@ The newest epoch goes first, because it is the one that will be missed most.
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.checkpoint import metadata_of
 from ckptstore.copying import CopyTransaction, SourceDamageError
 from ckptstore.errors import CorruptionError, EpochExistsError, EpochNotFoundError, FencedError, TransactionError
 from ckptstore.fence import Fence
 from ckptstore.manifest import Manifest
-from ckptstore.pipeline import Meter, Progress
+from ckptstore.pipeline import Meter, Progress, side_by_side
 from ckptstore.policies import EpochInfo, Policy
+from ckptstore.reader import read_index
+from ckptstore.stores.base import Store
 from ckptstore.throttle import Throttle
 from ckptstore.transaction import Plan, Transaction
 
 Outcome = Literal["copied", "there", "newer", "conflict", "damaged", "gone"]
 
 _TRIES = 3
+_NEAR = 3  # so many epochs on each side are worth a look when the nearest cannot be read
+_KEPT_NAMES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +140,8 @@ class Mirror:
         self._throttle = Throttle(limit)
         self._replace = replace
         self._progress = progress
+        self._commits: dict[int, list[Committed]] = {}  # of the target, by epoch, ascending
+        self._listings = _Listings(target.catalog.store)
         Meter(progress, 0)  # refuses what cannot be called
 
     def run(self, chosen: Sequence[tuple[Committed, Manifest | CorruptionError]]) -> MirrorReport:
@@ -141,6 +151,10 @@ class Mirror:
             StoreError: one of the stores failed. What was copied is there; call it again, and it goes on.
             TransactionError: another process cleaned up what this one was writing, time and again.
         """
+        self._commits = {}
+        for commit in self._target.catalog.committed():
+            self._commits.setdefault(commit.epoch, []).append(commit)
+        there = self._all_there([m for _, m in chosen if isinstance(m, Manifest)])
         total = sum(m.bytes_state for _, m in chosen if isinstance(m, Manifest))
         done = 0
         copies = []
@@ -148,21 +162,34 @@ class Mirror:
             if isinstance(manifest, CorruptionError):
                 copies.append(EpochCopy(commit.epoch, "damaged", manifest.message, commit.key))
                 continue
-            copies.append(self._bring(manifest, _part(self._progress, done, manifest.bytes_state, total)))
+            meter = _part(self._progress, done, manifest.bytes_state, total)
+            copies.append(there.get(commit.epoch) or self._bring(manifest, meter))
             done += manifest.bytes_state
             Meter(self._progress, total).add(done)
         return MirrorReport(tuple(sorted(copies, key=lambda copy: copy.epoch)))
 
+    def _all_there(self, manifests: list[Manifest]) -> dict[int, EpochCopy]:
+        """What the target has and keeps, all epochs side by side: a mirror that has little to do should be quick."""
+        catalog = self._target.catalog
+        ours = {manifest.epoch: manifest for manifest in manifests}
+        found = catalog.manifests(self._commits[epoch][-1] for epoch in ours if epoch in self._commits)
+        judged = side_by_side(
+            catalog.store.traits.concurrency, lambda pair: self._judge(ours[pair[0].epoch], *pair), found
+        )
+        return {copy.epoch: copy for copy in judged if copy is not None}
+
     def _bring(self, manifest: Manifest, meter: Meter) -> EpochCopy:
         """Copy one epoch, unless the target has it; look again where either of them changes meanwhile."""
         error: Exception | None = None
+        catalog, epoch = self._target.catalog, manifest.epoch
         for _ in range(_TRIES):
-            commits = self._target.catalog.committed()
-            there = self._there(manifest, commits)
-            if there is not None:
-                return there
+            self._commits[epoch] = catalog.committed(epoch)
+            for commit, has in catalog.manifests(self._commits[epoch][-1:]):
+                there = self._judge(manifest, commit, has)
+                if there is not None:
+                    return there
             try:
-                return self._copy(manifest, commits, meter)
+                return self._copy(manifest, meter)
             except (EpochExistsError, TransactionError) as raised:
                 if isinstance(raised, FencedError):
                     raise
@@ -186,32 +213,33 @@ class Mirror:
                 return newer
         return EpochCopy(manifest.epoch, "gone", "it was deleted while it was copied")
 
-    def _there(self, manifest: Manifest, commits: list[Committed]) -> EpochCopy | None:
-        """What the target has under that number, if that is to stay."""
-        epoch, catalog = manifest.epoch, self._target.catalog
-        same = [commit for commit in commits if commit.epoch == epoch][-1:]
-        for commit, has in catalog.manifests(same):
-            generation = commit.generation
-            if isinstance(has, CorruptionError):
-                if self._replace:
-                    return None
-                why = f"{has.message}: whose it is cannot be told. Delete it there, or replace it"
-                return EpochCopy(epoch, "conflict", why, commit.key, generation)
-            if has.first.attempt == manifest.first.attempt:
-                whole = not catalog.problems(has, deep=False)
-                return EpochCopy(epoch, "there", generation=generation, bytes_state=has.bytes_state) if whole else None
-            if has.first.repository == manifest.first.repository:
-                if has.first.generation < manifest.first.generation:
-                    return None
-                if has.first.generation > manifest.first.generation and not self._replace:
-                    why = f"generation {has.first.generation} is there, this is {manifest.first.generation}"
-                    return EpochCopy(epoch, "newer", why, commit.key, generation)
-            if not self._replace:
-                why = "the target has an epoch of its own under that number"
-                return EpochCopy(epoch, "conflict", why, commit.key, generation)
-        return None
+    def _judge(self, manifest: Manifest, commit: Committed, has: Manifest | CorruptionError) -> EpochCopy | None:
+        """What becomes of an epoch that the target has a content of; None: it is to be copied."""
+        epoch, generation = manifest.epoch, commit.generation
+        ours, theirs = manifest.first, None if isinstance(has, CorruptionError) else has.first
+        if not isinstance(has, CorruptionError) and has.first.attempt == ours.attempt:
+            if self._listings.whole(has):
+                return EpochCopy(epoch, "there", generation=generation, bytes_state=has.bytes_state)
+            more = {record.name for record in has.records} - {record.name for record in manifest.records}
+            if not more or self._replace:
+                return None
+            why = f"it is damaged there, and has records that the source has dropped ({', '.join(sorted(more))})"
+            return EpochCopy(epoch, "conflict", why, commit.key, generation)
+        if self._replace:
+            return None
+        if isinstance(has, CorruptionError):
+            why = f"{has.message}: whose it is cannot be told. Delete it there, or replace it"
+            return EpochCopy(epoch, "conflict", why, commit.key, generation)
+        assert theirs is not None
+        if theirs.repository == ours.repository and theirs.generation != ours.generation:
+            if theirs.generation < ours.generation:
+                return None
+            why = f"generation {theirs.generation} is there, this is {ours.generation}"
+            return EpochCopy(epoch, "newer", why, commit.key, generation)
+        why = "the target has an epoch of its own under that number"
+        return EpochCopy(epoch, "conflict", why, commit.key, generation)
 
-    def _copy(self, manifest: Manifest, commits: list[Committed], meter: Meter) -> EpochCopy:
+    def _copy(self, manifest: Manifest, meter: Meter) -> EpochCopy:
         target = self._target.catalog
         plan = Plan(
             epoch=manifest.epoch,
@@ -222,12 +250,13 @@ class Mirror:
             repository=self._target.repository,
             fence=Fence(target, ""),  # it was committed by a writer that might; a copy takes no run over
         )
-        arranged = _arranged(commits, manifest)
-        txn = CopyTransaction(target, plan, arranged, self._source, manifest, self._throttle, meter)
+        commits = [*self._near(manifest.epoch), *self._commits[manifest.epoch]]
+        txn = CopyTransaction(target, plan, commits, self._source, manifest, self._throttle, meter)
         self._target.told(txn)
         with txn:
             txn.copy()
             made: Manifest = txn.commit()
+        self._commits[manifest.epoch] = [Committed(made.epoch, made.generation)]
         return EpochCopy(
             manifest.epoch,
             "copied",
@@ -237,14 +266,43 @@ class Mirror:
             bytes_sent=txn.tally.bytes_sent,
         )
 
+    def _near(self, epoch: int) -> list[Committed]:
+        """Commits of the target that probably share most with an epoch, the best last: lower and nearer ones."""
+        others = sorted(other for other, commits in self._commits.items() if commits and other != epoch)
+        at = bisect(others, epoch)
+        best = [*others[max(at - _NEAR, 0) : at][::-1], *others[at : at + _NEAR]]
+        return [commit for other in reversed(best) for commit in self._commits[other]]
 
-def _arranged(commits: list[Committed], manifest: Manifest) -> list[Committed]:
-    """All commits, the one last that probably shares most with ``manifest``: the nearest epoch, better a lower one."""
 
-    def likeness(commit: Committed) -> tuple[bool, int, int]:
-        return commit.epoch < manifest.epoch, -abs(commit.epoch - manifest.epoch), commit.generation
+class _Listings:
+    """Which objects of the target are there, by name and size. Those of attempts that many epochs need are kept."""
 
-    return sorted(commits, key=likeness)
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, dict[str, int]] = OrderedDict()
+
+    def whole(self, manifest: Manifest) -> bool:
+        """Whether nothing of a checkpoint is missing: its indexes are good, its chunks there with the right size."""
+        try:
+            indexes = [read_index(self._store, entry) for entry in manifest.records]
+        except CorruptionError:
+            return False
+        chunks = [chunk for index in indexes for chunk in index.chunks]
+        return all(self._of(chunk.attempt).get(chunk.digest) == chunk.stored_length for chunk in chunks)
+
+    def _of(self, attempt: str) -> dict[str, int]:
+        with self._lock:
+            kept = self._kept.get(attempt)
+            if kept is not None:
+                self._kept.move_to_end(attempt)
+                return kept
+        listed = {info.key.rpartition("/")[2]: info.size for info in self._store.list(keys.chunks_prefix(attempt))}
+        with self._lock:
+            self._kept[attempt] = listed
+            while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT_NAMES:
+                self._kept.popitem(last=False)
+        return listed
 
 
 def _part(progress: Progress | None, before: int, part: int, total: int) -> Meter:

@@ -30,6 +30,7 @@ from ckptstore.lease import read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.stores import LocalStore, MemoryStore, open_store
 from ckptstore.stores.base import Store
+from ckptstore.stores.trace import StoreEvent, TraceStore
 from ckptstore.testing import Fault, FaultStore
 from tests.conftest import Bucket
 from tests.repository.helpers import (
@@ -255,6 +256,40 @@ def test_a_manifest_that_cannot_be_read_is_not_replaced_unasked() -> None:
     assert "damaged" in report.epochs[1].reason
     assert source.copy(7, target, replace=True).generation == 2
     assert_copied(one, two)
+
+
+def test_a_damaged_copy_keeps_the_records_that_the_source_has_dropped() -> None:
+    """What is sent anew would have fewer records: that is for a person to decide."""
+    one, two = MemoryStore(), MemoryStore()
+    source, target = filled(one), open_repo(two)
+    source.mirror(target)
+    source.prune({"model": KeepLast(9), "optim": KeepLast(1)})
+    assert "optim" not in source.checkpoint(7).records
+    two.delete(next(c.key for c in Catalog(two).index(manifest_of(two, 7).records[0]).chunks if c.key.count("/") == 3))
+    report = source.mirror(open_repo(two), epochs=[7])
+    assert_outcomes(report, conflict=[7])
+    assert "dropped (optim)" in report.epochs[0].reason
+    assert_same(target.checkpoint(7).load("optim"), make_state(7)["optim"])
+    assert source.copy(7, open_repo(two), replace=True).outcome == "copied"
+    assert "optim" not in open_repo(two).checkpoint(7).records
+
+
+def test_a_mirror_with_nothing_to_do_asks_little() -> None:
+    """A few requests for each epoch, however many there are, and no chunk is read."""
+    asked: list[tuple[int, int]] = []
+    for count in (6, 18):
+        one, two = MemoryStore(), MemoryStore()
+        source = open_repo(one)
+        for epoch in range(count):
+            source.save(epoch, {"model": {"frozen": np.zeros(9000), "step": np.full(9000, epoch)}})
+        source.mirror(open_repo(two))
+        events: list[StoreEvent] = []
+        watched = TraceStore(two, events.append)
+        quiet = FaultStore(one, [Fault("get", "/chunks/", error=AccessError("no"), times=None)])
+        assert open_repo(quiet).mirror(open_repo(watched)).of("there") == list(range(count))
+        asked.append((count, len(events)))
+    (few, requests), (many, more) = asked
+    assert more - requests <= 3 * (many - few)  # manifest, index, and the listing of its attempt
 
 
 # ---- damage in the source --------------------------------------------------------------------------------------
