@@ -31,7 +31,7 @@ from ckptstore.manifest import Manifest
 from ckptstore.stores import LocalStore, MemoryStore, open_store
 from ckptstore.stores.base import Store
 from ckptstore.stores.trace import StoreEvent, TraceStore
-from ckptstore.testing import Fault, FaultStore
+from ckptstore.testing import CrashStore, Fault, FaultStore, SimulatedCrash
 from tests.conftest import Bucket
 from tests.repository.helpers import (
     CHUNK,
@@ -43,6 +43,7 @@ from tests.repository.helpers import (
     keys_of,
     make_state,
     open_repo,
+    pour,
 )
 
 EPOCHS = (3, 7, 8)
@@ -495,6 +496,37 @@ def test_a_source_that_fails_is_no_damage() -> None:
         open_repo(flaky).mirror(open_repo(two))
     assert Catalog(two).committed() == []
     assert [s.lease.state for s in read_leases(two) if s.lease is not None] == ["abandoned"]
+
+
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_a_crash_at_every_mutation(mode: Any) -> None:
+    """Killed anywhere: what is there is whole, what was there is as it was, and the next mirror comes to its end."""
+    one = MemoryStore()
+    source = filled(one, (3, 7))
+    prepared = MemoryStore()
+    open_repo(prepared).save(5, make_state(5))
+    source.mirror(open_repo(prepared), epochs=[3])
+    source.save(3, make_state(33), replace=True)  # so one epoch is replaced there, and one is new
+    for at in range(1, 200):
+        two = MemoryStore()
+        pour(contents(prepared), two)
+        try:
+            open_repo(one).mirror(open_repo(CrashStore(two, at, mode)))
+        except SimulatedCrash:
+            repo = open_repo(two)
+            assert {3, 5} <= {*repo.epochs()} <= {3, 5, 7}
+            assert repo.verify().ok
+            assert_same(repo.checkpoint(5).load(), make_state(5))
+            assert repo.checkpoint(3).load("optim")["step"] in (3, 33)
+            assert open_repo(one).mirror(repo).ok
+        else:
+            assert at > 15
+            assert_copied(one, two, (3, 7))
+            return
+        assert_copied(one, two, (3, 7))
+        repo.gc(grace=0)
+        assert_no_debris(two)
+    raise AssertionError("it never came to its end")
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf"), "50", True])
