@@ -25,7 +25,7 @@ from tests.mounts.flaky_fs import FlakyMount, missing
 
 real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 STATE = {"model": {"w": np.arange(300_000, dtype="f4")}}
-LIMIT = 0.3
+LIMIT = 1.0  # of what does not hang too, on a machine that has much to do
 
 
 @pytest.fixture
@@ -85,6 +85,7 @@ def test_whatever_hangs_ends(mount: FlakyMount, store: WatchStore, op: str, act:
     assert mount.fired() == [1]
     mount.release()
     until(lambda: store.hung == 0)
+    store._seconds = 60.0
     store.put("c/3", b"as ever")
     assert store.get("c/3") == b"as ever"
 
@@ -103,6 +104,7 @@ def test_a_put_that_was_given_up_is_never_published(
     body[:] = b"wrong" * 1000
     mount.release()
     until(lambda: store.hung == 0)
+    store._seconds = 60.0
     with pytest.raises(ObjectNotFoundError):
         store.get("a/2")
     assert [info.key for info in store.list()] == ["a/1"]
@@ -257,7 +259,7 @@ def test_exit_beside_a_hanging_mount(mount: FlakyMount) -> None:
     import sys, numpy as np, ckptstore
     from ckptstore.stores import watch
     watch.SLOWEST = 1e9
-    repo = ckptstore.open(sys.argv[1], retry=ckptstore.RetryPolicy(hang=0.3))
+    repo = ckptstore.open(sys.argv[1], retry=ckptstore.RetryPolicy(hang=1.0))
     try:
         repo.save(1, {"model": {"w": np.arange(100_000)}})
     except ckptstore.DeadlineError:
@@ -406,7 +408,7 @@ def test_exit_and_ctrl_c_beside_calls_that_hang(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     root = Path(__file__).parents[2]
     begin = time.monotonic()
-    done = subprocess.run([*command, "0.2"], capture_output=True, text=True, cwd=root, timeout=60, check=False)
+    done = subprocess.run([*command, "1.0"], capture_output=True, text=True, cwd=root, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("hangs\nDeadlineError 1\n", 0), done.stderr
     with subprocess.Popen([*command, "1e6"], stdout=subprocess.PIPE, text=True, cwd=root) as child:
         assert child.stdout is not None
