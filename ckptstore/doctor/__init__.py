@@ -18,9 +18,11 @@ from ckptstore.doctor.verbs import (
     advice_for,
     check_clock,
     check_conditional,
+    check_delete,
+    check_get,
     check_list,
     check_listing,
-    check_put_get_delete,
+    check_put,
 )
 from ckptstore.stores import LocalStore, RetryPolicy, Store, open_store
 from ckptstore.stores.bucket import base_of
@@ -33,13 +35,15 @@ _WIDEST = 16
 _UNANSWERED = 3
 """After so many calls without an answer the store is not asked any more: each would take as long again."""
 
-_SAY_IT_THEMSELVES = {"folder", "old versions", "list", "put, get, delete"}
+_SAY_IT_THEMSELVES = {"folder", "old versions", "list", "put", "get", "delete"}
 
 _Check = Callable[[Patient], Iterator[Finding]]
 _CHECKS: dict[str, _Check] = {
     "old versions": check_keeping,  # first: by it is known whether trying something out leaves something
     "list": check_list,
-    "put, get, delete": check_put_get_delete,
+    "put": check_put,
+    "get": check_get,
+    "delete": check_delete,
     "conditional puts": check_conditional,
     "mount": check_mount,
     "clock": check_clock,

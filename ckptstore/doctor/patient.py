@@ -18,7 +18,6 @@ from ckptstore.errors import (
     DeadlineError,
     InvalidArgumentError,
     RetriesExhaustedError,
-    StoreError,
     StoreFullError,
 )
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
@@ -131,6 +130,7 @@ class Patient:
         local: the folder, if it is one.
         bucket: the bucket, if it is in one.
         single_writer: the user promises that one process at a time writes.
+        key: of the object that is put, got and deleted first.
         may_put, may_delete, conditional: what the checks found; None: not found out.
         locked: nothing that is put can be deleted for good, for so long.
         nowhere: there is no such bucket.
@@ -149,6 +149,7 @@ class Patient:
         self.local = base if isinstance(base, LocalStore) else None
         self.bucket: Bucket | None = bucket_of(store)
         self.single_writer = single_writer
+        self.key = keys.probe_key()
         self.may_put: bool | None = None
         self.may_delete: bool | None = None
         self.conditional: bool | None = None
@@ -189,7 +190,7 @@ class Patient:
     ) -> None:
         try:
             self._clear(late=kind is not None)
-        except CkptStoreError as failure:
+        except Exception as failure:  # noqa: BLE001 (what remains is told, whatever the reason)
             log.debug("cleaning up: %s", failure)
         self.remains = tuple(sorted(self.store.pending))
         if self.remains and kind is not None:
@@ -203,7 +204,7 @@ class Patient:
                 store.delete(key)
             except (DeadlineError, RetriesExhaustedError):
                 raise
-            except StoreError as failure:
+            except Exception as failure:  # noqa: BLE001 (the others are deleted all the same)
                 log.debug("%s could not be deleted: %s", key, failure)
         if late or store.interrupted:
             self._catch_stragglers()

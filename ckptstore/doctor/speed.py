@@ -67,7 +67,7 @@ class Settings:
 
 
 def measure(
-    store: Store, *, sizes: Sequence[int] = SIZES, widths: Sequence[int] = WIDTHS, create: bool = True
+    store: Store, sizes: Sequence[int] = SIZES, widths: Sequence[int] = WIDTHS, *, create: bool = True
 ) -> list[Cell]:
     """Put and get random bytes, and delete them again.
 
@@ -154,7 +154,7 @@ def check_speed(patient: Patient) -> Iterator[Finding]:
     if why:
         yield Finding("speed", None, f"not measured: {why}")
         return
-    cells = measure(patient.store, create=patient.conditional is not False)
+    cells = measure(patient.store, SIZES, WIDTHS, create=patient.conditional is not False)
     if not cells:
         yield Finding("speed", None, "not measured: there is too little room to try")
         return

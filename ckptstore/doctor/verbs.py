@@ -12,7 +12,6 @@ from ckptstore.doctor.findings import Finding, what_failed
 from ckptstore.doctor.patient import Patient
 from ckptstore.errors import (
     AccessError,
-    CkptStoreError,
     ObjectExistsError,
     ObjectNotFoundError,
     RepositoryNotFoundError,
@@ -53,54 +52,62 @@ def check_list(patient: Patient) -> Iterator[Finding]:
     yield Finding("list", True, f"allowed{old}", facts={"seconds": seconds, "probes": count})
 
 
-def check_put_get_delete(patient: Patient) -> Iterator[Finding]:
-    """May we put, get and delete? Each is told by itself, also where one before it was refused."""
-    if patient.nowhere:  # and some servers would make it for the first put
-        yield from (Finding(name, False, "there is no such bucket") for name in ("put", "get", "delete"))
+_BODY = b"ckptstore doctor was here: delete me " + b"." * 100
+
+
+def check_put(patient: Patient) -> Iterator[Finding]:
+    """May we put?"""
+    if patient.nowhere:  # and some servers would make the bucket for it
+        yield Finding("put", False, "there is no such bucket")
         return
-    key, body = keys.probe_key(), b"ckptstore doctor was here: delete me " + b"." * 100
     try:
-        patient.store.put(key, body)
-        patient.may_put = True
-        yield Finding("put", True, "allowed")
+        patient.store.put(patient.key, _BODY)
     except AccessError as error:
         patient.may_put = False
         yield _refused(patient, "put", error, "nothing can be saved there; what is there can be read")
-    except CkptStoreError as error:  # full, or it does not answer: what can be asked without is still asked
-        yield Finding("put", False, what_failed(error), advice_for(error))
-    yield _get(patient, key, body)
-    yield _delete(patient, key)
+        return
+    patient.may_put = True
+    yield Finding("put", True, "allowed")
 
 
-def _get(patient: Patient, key: str, body: bytes) -> Finding:
+def check_get(patient: Patient) -> Iterator[Finding]:
+    """May we get? Where nothing could be put, the answer for what is not there tells."""
+    key = patient.key
     try:
-        whole, part = patient.store.get(key), patient.store.get(key, 5, 20)
+        whole, part = patient.store.get(key, 0, 2 * len(_BODY)), patient.store.get(key, 5, 20)
+    except RepositoryNotFoundError:
+        yield Finding("get", False, "there is no such bucket")
     except ObjectNotFoundError as error:
         if patient.may_put:
-            return Finding("get", False, f"what was put cannot be found: {error}", _NOT_STRONG)
-        return Finding("get", True, "allowed: what is not there is said to be missing")
+            yield Finding("get", False, f"what was put cannot be found: {what_failed(error)}", _NOT_STRONG)
+        else:
+            yield Finding("get", True, "allowed: what is not there is said to be missing")
     except AccessError as error:
-        return _refused(patient, "get", error, "nothing can be restored from there")
-    except CkptStoreError as error:
-        return Finding("get", False, what_failed(error), advice_for(error))
-    if whole != body or part != body[5:20]:
-        said = "a range of an object" if whole == body else "an object"
-        return Finding("get", False, f"{said} comes back with other bytes", "something between here and there edits it")
-    return Finding("get", True, "allowed, also in ranges")
+        yield _refused(patient, "get", error, "nothing can be restored from there")
+    else:
+        if (whole, part) == (_BODY, _BODY[5:20]):
+            yield Finding("get", True, "allowed, also in ranges")
+        else:
+            said = f"{'a range of an object' if whole == _BODY else 'an object'} comes back with other bytes"
+            yield Finding("get", False, said, "something between here and there edits it: use the store directly")
 
 
-def _delete(patient: Patient, key: str) -> Finding:
+def check_delete(patient: Patient) -> Iterator[Finding]:
+    """May we delete?"""
+    if patient.nowhere:
+        yield Finding("delete", False, "there is no such bucket")
+        return
     try:
-        patient.store.delete(key)
+        patient.store.delete(patient.key)
     except AccessError as error:
         patient.may_delete = False
-        return _refused(patient, "delete", error, "nothing can be pruned, and leases and probes stay")
-    except CkptStoreError as error:
-        return Finding("delete", False, what_failed(error), advice_for(error))
-    if not patient.may_put:
-        return Finding("delete", None, "could not be tried, because nothing could be put")
-    patient.may_delete = True
-    return Finding("delete", True, "allowed")
+        yield _refused(patient, "delete", error, "nothing can be pruned, and leases and probes stay")
+        return
+    if patient.may_put:
+        patient.may_delete = True
+        yield Finding("delete", True, "allowed")
+    else:
+        yield Finding("delete", None, "could not be tried, because nothing could be put")
 
 
 def check_conditional(patient: Patient) -> Iterator[Finding]:
@@ -245,7 +252,7 @@ def _one_life(patient: Patient, wrong: dict[str, list[float | None]]) -> None:
 
     def read(body: bytes | None) -> bool:
         try:
-            return store.get(key) == body
+            return store.get(key, 0, 8) == body
         except ObjectNotFoundError:
             return body is None
 
