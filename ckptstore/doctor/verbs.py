@@ -217,7 +217,7 @@ def check_clock(patient: Patient) -> Iterator[Finding]:
         return
     advice = (
         "set the clock of whichever is wrong (NTP). Saves and gc go by the store's clock alone and are safe, but S3 "
-        "refuses requests that are 15 minutes off, and created times and KeepWithin mix both clocks"
+        "refuses requests that are 15 minutes off, and created times and dry runs of gc go by this machine's clock"
     )
     yield Finding("clock", None if off < SKEW_FAILS else False, said, advice, facts)
 
