@@ -61,6 +61,10 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("preemption", "MAX_GRACE", "seconds, the longest `grace`", FIXED),
     ("preemption", "LAST_SECONDS", "seconds of the grace, at most a quarter, in which saves are abandoned", FIXED),
     ("preemption", "MOMENT_SECONDS", "seconds that the main thread has at least to end after that", FIXED),
+    ("doctor.speed", "SECONDS", "seconds after which `doctor` begins no more measurement", "`--no-speed`"),
+    ("doctor.speed", "_CELL_SECONDS", "seconds after which a thread of a measurement puts no more", FIXED),
+    ("doctor.verbs", "_LATE_SECONDS", "seconds that `doctor` waits for what a listing should show", FIXED),
+    ("doctor.patient", "_PAUSE_SECONDS", "seconds between its looks for what came back after it was deleted", FIXED),
 )  # fmt: skip
 
 

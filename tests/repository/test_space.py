@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,9 @@ def free(folder: Path) -> int:
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
-    """Somebody else's file that leaves so many bytes."""
+    """Somebody else's file that leaves so many bytes, or fewer if a save that is under way is faster."""
     ballast = folder / "ballast"
-    with open(ballast, "ab") as file:
+    with suppress(OSError), open(ballast, "ab") as file:
         while (more := min(free(folder) - leave, MIB)) > 0:
             file.write(bytes(more))
             file.flush()
