@@ -5,6 +5,11 @@ is the absence of its manifest, for an unfinished attempt the object ``condemned
 before the leases, and the leases before the manifests, because a writer does the reverse: lease, then objects, then
 manifest, and only then does it remove the lease. So whoever owns a candidate is seen as a lease, or as a manifest, or
 is dead.
+
+Looking takes time, and meanwhile checkpoints are saved and others deleted. A writer whose lease came right after we
+looked may take a candidate over from a base that is deleted before we read it. So both are looked at twice, leases and
+manifests in turn, and manifests until none has vanished between its listing and its reading: a base that we missed was
+deleted while its heir had a lease, or after its heir was committed, and the second look finds the one or the other.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from ckptstore.stores.base import Store
 
 log = logging.getLogger("ckptstore")
 
+_LOOKS = 5
 _IN_PROGRESS = "a save in progress may refer to it"
 
 
@@ -86,10 +92,16 @@ def sweep(
     swept = Swept()
     if not candidates:
         return swept
-    protected, blocked = _protected_attempts(read_leases(catalog.store), dead)
     attempts = {content[0] for content in map(keys.parse_content_key, candidates) if content is not None}
-    reached, unknown, damaged = _reached(catalog, attempts, gone)
-    blocked = blocked or damaged
+    protected: set[str] = set()
+    blocked: str | None = None
+    found = _Reached()
+    for _ in range(2):
+        more, unreadable = _protected_attempts(read_leases(catalog.store), dead)
+        protected |= more
+        _reach(catalog, attempts, gone, found)
+        blocked = blocked or unreadable or found.unsure
+    reached, unknown = found.keys, found.unknown
     for key, size in sorted(candidates.items()):
         content = keys.parse_content_key(key)
         if content is None or key in reached:
@@ -121,26 +133,37 @@ def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | s
     return protected, blocked
 
 
-def _reached(
-    catalog: Catalog, attempts: set[str], gone: Mapping[Committed, Collection[str]]
-) -> tuple[set[str], dict[str, str], str | None]:
-    """Keys that manifests reach within ``attempts``; attempts not fully known; a reason to delete nothing."""
-    reached: set[str] = set()
-    unknown: dict[str, str] = {}
-    damaged = None
-    for commit, manifest in catalog.manifests(catalog.committed()):
-        if isinstance(manifest, CorruptionError):
-            damaged = (
-                f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
-            )
-        elif attempts.intersection(manifest.attempts):
-            left = tuple(entry for entry in manifest.records if entry.name not in gone.get(commit, ()))
-            try:
-                reached |= catalog.reach(msgspec.structs.replace(manifest, records=left))
-            except CorruptionError as error:
-                reached.update(entry.key for entry in manifest.records)
-                unknown.update(dict.fromkeys(manifest.attempts, error.key or commit.key))
-    return reached, unknown, damaged
+@dataclass
+class _Reached:
+    """What manifests reach."""
+
+    keys: set[str] = field(default_factory=set)
+    unknown: dict[str, str] = field(default_factory=dict)  # attempt not fully known → why
+    unsure: str | None = None  # a reason to delete nothing
+    read: set[Committed] = field(default_factory=set)
+
+
+def _reach(catalog: Catalog, attempts: set[str], gone: Mapping[Committed, Collection[str]], found: _Reached) -> None:
+    """Add what the manifests that are not yet read reach within ``attempts``."""
+    for _ in range(_LOOKS):
+        new = [commit for commit in catalog.committed() if commit not in found.read]
+        manifests = catalog.manifests(new)
+        for commit, manifest in manifests:
+            found.read.add(commit)
+            if isinstance(manifest, CorruptionError):
+                found.unsure = (
+                    f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
+                )
+            elif attempts.intersection(manifest.attempts):
+                left = tuple(entry for entry in manifest.records if entry.name not in gone.get(commit, ()))
+                try:
+                    found.keys |= catalog.reach(msgspec.structs.replace(manifest, records=left))
+                except CorruptionError as error:
+                    found.keys.update(entry.key for entry in manifest.records)
+                    found.unknown.update(dict.fromkeys(manifest.attempts, error.key or commit.key))
+        if len(manifests) == len(new):
+            return
+    found.unsure = "checkpoints are deleted as fast as they are looked at"
 
 
 def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
