@@ -155,6 +155,8 @@ class _Call(Generic[T]):
     begun: float
     attempts: int = 0
     error: BaseException | None = None
+    first: TransientError | None = None
+    """How the first attempt failed, until that is accounted for."""
     scarce: Counter[int] = field(default_factory=Counter)
     """How often it failed with an error that is worth so many attempts only."""
     state: tenacity.RetryCallState | None = None
@@ -173,7 +175,7 @@ class _Call(Generic[T]):
 
     def let_go(self) -> None:
         """Break the circles of error, frames and state: the body of a failed put must not wait for the collector."""
-        self.error = None
+        self.error = self.first = None
         if self.state is not None:
             self.state.outcome = None
             self.state = None
@@ -262,7 +264,7 @@ class RetryStore(Store):
         patience.current().check(f"{verb} of {key!r}")
         call = _Call(verb, key, run, time.monotonic())
         try:
-            result: T = self._retrying(_attempt, call)
+            result = self._attempts(call)
         except _GivenUpError:
             raise _exhausted(call) from call.error
         except StoreError:
@@ -273,6 +275,14 @@ class RetryStore(Store):
         finally:
             call.let_go()
         self._progress = time.monotonic()
+        return result
+
+    def _attempts(self, call: _Call[T]) -> T:
+        try:
+            return call.attempt()  # the usual case needs none of the bookkeeping, which takes longer than the rest
+        except TransientError as error:
+            call.first = error
+        result: T = self._retrying(_attempt, call)
         return result
 
     def _is_over(self, state: tenacity.RetryCallState) -> bool:
@@ -308,7 +318,13 @@ class RetryStore(Store):
 
 
 def _attempt(call: _Call[T]) -> T:
-    return call.attempt()
+    first, call.first = call.first, None
+    if first is None:
+        return call.attempt()
+    try:
+        raise first
+    finally:
+        del first  # it holds this frame
 
 
 def _call_of(state: tenacity.RetryCallState) -> _Call[object]:
