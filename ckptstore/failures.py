@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from datetime import datetime, timezone
 from typing import Literal
 
 from ckptstore.errors import OutcomeUnknownError, RepositoryNotFoundError, StoreError, TransactionError
+from ckptstore.locks import ForkLock
 
 log = logging.getLogger("ckptstore")
 
@@ -33,7 +33,7 @@ class Failures:
         self._url = url
         self._on_error = on_error
         self._max = max_failures
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._newest: tuple[int, str] | None = None
         self.count = 0
         """How many in a row so far."""

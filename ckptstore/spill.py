@@ -8,7 +8,6 @@ soon as that is well again, and what was spilled stays until somebody deletes it
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CorruptionError, EpochExistsError, EpochNotFoundError, InvalidArgumentError
 from ckptstore.failures import is_of_the_store
+from ckptstore.locks import ForkLock
 from ckptstore.pickling import Opener
 from ckptstore.pipeline import Progress
 from ckptstore.repository import Repository
@@ -34,7 +34,7 @@ class SpillRepository(Repository):
         super().__init__(store, **options)
         self._second = spill
         self._opened: Repository | None = None
-        self._opening = threading.Lock()
+        self._opening = ForkLock()
         self._away = False  # whether the last save went there
         self._rescue.spill = self._save_there
 

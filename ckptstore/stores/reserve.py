@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 
 from ckptstore import keys
 from ckptstore.errors import CkptStoreError, ObjectExistsError, ObjectNotFoundError, StoreFullError
+from ckptstore.locks import ForkLock
 from ckptstore.patience import indispensable
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
@@ -32,7 +32,7 @@ class ReserveStore(Store):
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._looked = False
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from ckptstore.errors import (
     ThrottledError,
     TransientError,
 )
+from ckptstore.locks import ForkLock
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -122,7 +122,7 @@ def failure_of(error: BaseException) -> Failure:
 
 def reports(record: Callable[[int, str], None] = log.log) -> Callable[[RetryEvent], None]:
     """A listener that logs retries and never floods."""
-    lock = threading.Lock()
+    lock = ForkLock()
     last: dict[int, float] = {}
     silent: Counter[int] = Counter()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptstore.locks import ForkLock
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
 
@@ -100,7 +100,7 @@ class OpLog:
     """Keeps the events of a TraceStore (pass it as ``on_event``) and adds them up. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._events: list[StoreEvent] = []
 
     def __call__(self, event: StoreEvent) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +18,11 @@ from ckptstore.pace import Pace
 from ckptstore.patience import Patience
 from ckptstore.pipeline import Pipeline
 from ckptstore.pool import Pool
+from ckptstore.spill import SpillRepository
 from ckptstore.stores import LimitStore, MemoryStore, RetryStore, WatchStore, watch
 from ckptstore.stores.base import Body, ObjectInfo
 from ckptstore.stores.limit import Slots
+from ckptstore.stores.reserve import ReserveStore
 
 
 class Stuck(MemoryStore):
@@ -274,3 +278,58 @@ def test_a_put_that_hangs_is_no_slow_store(inner: Stuck) -> None:
     until(lambda: store.hung == 0)
     assert pace.store.nbytes == 10
     assert pace.store._busy == 0
+
+
+class _Hung:
+    """Where the holder of a lock stands when the process forks; a child passes."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def here(self, *_: object) -> None:
+        if os.getpid() == self.pid:
+            self.begun.set()
+            self.go.wait(120)
+
+
+def _releasing(hung: _Hung) -> Callable[[], object]:
+    class Slow(MemoryStore):
+        def info(self, key: str) -> ObjectInfo:
+            hung.here()
+            return super().info(key)
+
+    return ReserveStore(Slow()).release
+
+
+def _spilling(hung: _Hung) -> Callable[[], object]:
+    def second() -> ckptstore.Repository:
+        hung.here()
+        return ckptstore.Repository(MemoryStore())
+
+    repo = SpillRepository(MemoryStore(), spill=second)  # type: ignore[arg-type]
+    return lambda: repo.spill
+
+
+@pytest.mark.parametrize("make", [_releasing, _spilling])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_while_a_lock_was_held(make: Callable[[_Hung], Callable[[], object]]) -> None:
+    """The thread that hangs has stayed behind in the parent: the child does not wait for it."""
+    hung = _Hung()
+    act = make(hung)
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    assert hung.begun.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # ends it, should it hang
+        status = 1
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    hung.go.set()
+    thread.join(60)
