@@ -168,7 +168,7 @@ class HeldLease:
     def release(self) -> None:
         """Stop the heartbeat and remove the lease."""
         self.stop()
-        with self._lock:
+        with self._locked(JOIN_SECONDS):
             self._released = True
             self._store.delete(self._key)
 
