@@ -21,7 +21,7 @@ HEAD = """\
 # Benchmarks
 
 ```text
-make bench                                       # all goals on states of 0.25 GiB: some five minutes on two cores
+make bench                                       # all goals on states of 0.25 GiB: some ten minutes on two cores
 make bench-full                                  # all states, sizes and rivals: some two hours
 python -m benchmarks quick --only save --state adam --rival torch.save    # only these (--list shows the rivals)
 python -m benchmarks report RESULT.json          # writes this page and its pictures from a result
