@@ -55,6 +55,7 @@ from ckptstore.policies import (
 from ckptstore.preemption import Preemption, on_preemption
 from ckptstore.preflight import Preflight
 from ckptstore.reader import Problem
+from ckptstore.repair import EpochRepair, Mend, RepairReport
 from ckptstore.repository import Repository
 from ckptstore.retention import GcReport, PruneReport
 from ckptstore.stores import RetryEvent, RetryPolicy
@@ -83,6 +84,7 @@ __all__ = [
     "EpochHealth",
     "EpochInfo",
     "EpochNotFoundError",
+    "EpochRepair",
     "EpochUsage",
     "FencedError",
     "FormatError",
@@ -97,6 +99,7 @@ __all__ = [
     "KeepLast",
     "KeepWeekly",
     "KeepWithin",
+    "Mend",
     "MirrorReport",
     "NotFoundError",
     "ObjectExistsError",
@@ -110,6 +113,7 @@ __all__ = [
     "Record",
     "RecordNotFoundError",
     "Removal",
+    "RepairReport",
     "Repository",
     "RepositoryNotFoundError",
     "RetriesExhaustedError",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from ckptstore import options
+from ckptstore import keys, options
 from ckptstore.catalog import Catalog
 from ckptstore.diff import Diff, diff
 from ckptstore.errors import (
@@ -15,6 +16,7 @@ from ckptstore.errors import (
     EpochNotFoundError,
     InvalidArgumentError,
     ObjectNotFoundError,
+    RepositoryNotFoundError,
 )
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
@@ -22,12 +24,14 @@ from ckptstore.manifest import Manifest, check_epoch, check_record_name
 from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy, Policy
+from ckptstore.repair import Mend, Repair, RepairReport
 from ckptstore.retention import PruneReport
+from ckptstore.stores import MemoryStore, open_store
 from ckptstore.usage import Usage, usage
 
 
 class Caring:
-    """The part of a repository that copies, counts and compares: ``mirror``, ``copy``, ``du`` and ``diff``."""
+    """The part of a repository that copies, counts, compares and mends: ``mirror``, ``du``, ``diff``, ``repair``."""
 
     _catalog: Catalog
     _flights: Flights
@@ -147,6 +151,55 @@ class Caring:
         """
         one, two = (self._newest(check_epoch(epoch)) for epoch in (first, second))
         return diff(self._catalog, one, two, None if record is None else check_record_name(record), progress)
+
+    def repair(
+        self,
+        *,
+        epoch: int | None = None,
+        sources: Iterable[Caring | str | os.PathLike[str]] = (),
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> RepairReport:
+        """Find what is damaged or missing, as a deep ``verify`` does, and put it back from wherever a good copy lies.
+
+        Looked for is the same content in other attempts of this repository, then in the sources. What is put back was
+        proved before and is read back after. It can be killed and called again at any time: nothing gets worse.
+
+        Args:
+            epoch: only this one; None for all.
+            sources: mirrors, plain copies or any other repositories: as opened, or their URLs.
+            dry_run: change nothing; the report says what would be mended.
+            progress: called with ``(bytes done, bytes in all)`` of each epoch, from worker threads.
+
+        Returns:
+            What became of each epoch and object: what cannot be mended is reported, not raised, with the records that
+            can still be restored.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+            RepositoryNotFoundError: one of the sources is none.
+            InvalidArgumentError: a source is this repository.
+            StoreError: a store failed. What was mended stays so; call it again.
+        """
+        number, dry_run = None if epoch is None else check_epoch(epoch), options.check_flag("dry_run", dry_run)
+        self._foundation.require(restore=not dry_run)
+        if not dry_run:
+            self._foundation.prepare_to_write()
+        with ExitStack() as opened:
+            others = [self._source(source, opened) for source in sources]
+            mend = Repair(self._catalog, self._foundation.id, others, dry_run=dry_run, progress=progress)
+            reason = self._foundation.mend_marker(dry_run)
+            marker = None if reason is None else Mend(keys.MARKER, reason, "the manifests")
+            return RepairReport(mend.run(number), dry_run, marker)
+
+    def _source(self, source: Caring | str | os.PathLike[str], opened: ExitStack) -> Catalog:
+        catalog = source._catalog if isinstance(source, Caring) else Catalog(opened.enter_context(open_store(source)))
+        url = catalog.store.traits.url
+        if source is self or (url == self._catalog.store.traits.url and url != MemoryStore().traits.url):
+            raise InvalidArgumentError("a source of a repair is another place than what is repaired")
+        if catalog.marker() is None:
+            raise RepositoryNotFoundError(f"there is no repository at {url}: check the URL of the source")
+        return catalog
 
     def _newest(self, epoch: int) -> Manifest:
         for _ in range(3):  # it may be replaced between the listing and the read

@@ -26,6 +26,7 @@ class Claim:
         self._store = catalog.store
         self._lease = lease
         self._gone = False
+        self._if_damaged = False
         self.base: Manifest | None = None
         self.adopted: tuple[str, ...] = ()
         self.known = Known(self._look)
@@ -57,12 +58,21 @@ class Claim:
         for attempt in self.adopted:
             self.known.adopt(attempt, self._chunks(attempt))
 
-    def take_all_of(self, manifest: Manifest) -> None:
-        """Put the lease and build on this checkpoint alone. TransactionError if it is gone."""
+    def take_all_of(self, manifest: Manifest, *, if_damaged: bool = False) -> None:
+        """Put the lease and build on this checkpoint alone. TransactionError if it is gone.
+
+        Args:
+            if_damaged: it counts as there if its manifest is, although that cannot be read any more.
+        """
         self.base = manifest
+        self._if_damaged = if_damaged
         self._lease.claim(manifest.key, manifest.attempts)
-        if not self._base_is_there():
+        if not self.base_is_there():
             raise self._swept(manifest.key)
+
+    def base_is_there(self) -> bool:
+        """Whether the base is still committed."""
+        return self.base is not None and self._catalog.exists(self.base, if_damaged=self._if_damaged)
 
     def prove_own_flag(self) -> None:
         """Prove that no sweeper has condemned this attempt. TransactionError otherwise, as from all proofs."""
@@ -73,7 +83,7 @@ class Claim:
         for attempt in (self._lease.lease.attempt, *self.adopted):
             self._prove_not_condemned(attempt)
         used = self.base is not None and set(self.base.attempts) & set(manifest.attempts)
-        if used and self.base is not None and not self._base_is_there():
+        if used and self.base is not None and not self.base_is_there():
             raise self._swept(self.base.key)
 
     def prove_objects(self, manifest: Manifest, chunks: Iterable[ChunkRef]) -> None:
@@ -106,11 +116,8 @@ class Claim:
 
     def _look(self, attempt: str) -> dict[str, int]:
         """Chunks of the base that may be used, by key, with their sizes. None, once the base is gone."""
-        self._gone = self._gone or not self._base_is_there()
+        self._gone = self._gone or not self.base_is_there()
         return {} if self._gone else self._chunks(attempt)
-
-    def _base_is_there(self) -> bool:
-        return self.base is not None and self._catalog.exists(self.base, if_damaged=False)
 
     def _chunks(self, attempt: str) -> dict[str, int]:
         return {info.key: info.size for info in self._store.list(keys.chunks_prefix(attempt))}

@@ -9,7 +9,7 @@ put is seen by us, or has seen our manifest. What fails it withdraws the manifes
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
@@ -48,6 +48,8 @@ class Commit:
         self._fence = fence
         self.sent = False
         """Whether the manifest may be there, or may still land, whatever interrupts us."""
+        self.stands: Callable[[], bool] = lambda: True
+        """Whether what this one is to take the place of is still there: asked before the put, and after."""
 
     def run(self, manifest: Manifest, chunks: Collection[ChunkRef]) -> None:
         """Make the checkpoint exist. ``chunks`` are all that it needs, whoever sent them.
@@ -65,6 +67,8 @@ class Commit:
         if self._lease.lapsed:
             self._claim.prove_flags(manifest)
             self._claim.prove_objects(manifest, chunks)
+        if not self.stands():
+            raise _was_changed(manifest)
         self._put(manifest, data)
         self._look_once_more(manifest, chunks)
 
@@ -82,7 +86,7 @@ class Commit:
     def _settle(self, manifest: Manifest, error: StoreError) -> None:
         """No answer to the commit: it has happened exactly if the manifest is there and ours."""
         try:
-            found = self._catalog.manifest(Committed(manifest.epoch, manifest.generation))
+            found = self._catalog.manifest(_commit_of(manifest))
         except ObjectNotFoundError:
             self.sent = not isinstance(error, StoreFullError)
             raise error from error.__cause__
@@ -121,9 +125,11 @@ class Commit:
         newest = max(times, default=None)
         if newest is not None and newest.generation > manifest.generation:
             return epoch_exists(manifest.epoch, newest.key)
-        committed = times.get(Committed(manifest.epoch, manifest.generation))
+        committed = times.get(_commit_of(manifest))
         if committed is None:
             return None  # it was committed, and another process has deleted or pruned it since
+        if not self.stands():
+            return _was_changed(manifest)
         try:
             self._fence.prove_at(committed)
             self._claim.prove_own_flag()
@@ -144,10 +150,24 @@ class Commit:
             for attempt in self._claim.adopted:
                 remove_attempt(self._catalog, attempt, f"epoch {epoch} is committed")
             if manifest.generation > 1:
-                older = [c for c in self._catalog.committed(epoch) if c.generation < manifest.generation]
+                there = self._catalog.committed(epoch)
+                # Where this one is not there any more, the lower numbers may have been used again.
+                older = [c for c in there if c.generation < manifest.generation and there[-1] >= _commit_of(manifest)]
                 delete_commits(self._catalog, older, f"epoch {epoch} was replaced")
         except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
             log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", epoch, error)
+
+
+def _commit_of(manifest: Manifest) -> Committed:
+    return Committed(manifest.epoch, manifest.generation)
+
+
+def _was_changed(manifest: Manifest) -> TransactionError:
+    return TransactionError(
+        f"epoch {manifest.epoch} was deleted or replaced by another process meanwhile: it stays as that left it",
+        key=manifest.key,
+        epoch=manifest.epoch,
+    )
 
 
 def epoch_exists(epoch: int, key: str) -> EpochExistsError:

@@ -23,7 +23,7 @@ from ckptstore.known import Known
 from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex
 from ckptstore.patience import indispensable
 from ckptstore.pipeline import WINDOW, Meter, Pipeline, cores
-from ckptstore.reader import decode_chunk, fetch_chunk
+from ckptstore.reader import damaged_chunks, decode_chunk, fetch_chunk, read_index
 from ckptstore.stores.base import Store
 from ckptstore.throttle import Throttle
 from ckptstore.transaction import Plan, Transaction
@@ -77,6 +77,17 @@ class CopyTransaction(Transaction):
         for entry in self._original.records:
             self._check_open(entry.name)
             self._run(entry.name, partial(self._copier.copy, entry))
+
+    def only_while(self, stands: Callable[[], bool]) -> None:
+        """Commit it only as long as ``stands`` says that what it is to replace is still what it was."""
+        self._step.stands = stands
+
+    def prove(self) -> None:
+        """Read back all that was sent. CorruptionError names what is not what it should be: then do not commit."""
+        for entry in self.settle():
+            read_index(self._store, entry)
+        for problem in damaged_chunks(self._store, self._copier.referenced.values(), Meter(None, 0)):
+            raise CorruptionError(problem.reason, key=problem.key)
 
     def _manifest(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         """That of the original, but for what says where the objects are."""

@@ -7,8 +7,15 @@ from datetime import datetime, timezone
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog
-from ckptstore.errors import FormatError, ObjectExistsError, ObjectNotFoundError, RepositoryNotFoundError
-from ckptstore.manifest import Marker, encode_signed, writer_version
+from ckptstore.errors import (
+    CorruptionError,
+    FormatError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    RepositoryNotFoundError,
+)
+from ckptstore.manifest import MAX_MARKER, Marker, decode_marker, encode_signed, writer_version
+from ckptstore.reader import sure
 from ckptstore.stores import probe_conditional_put
 
 
@@ -59,6 +66,21 @@ class Foundation:
                 ) from None
             if restore:
                 self._store.put(keys.MARKER, encode_signed(marker), if_absent=True)
+
+    def mend_marker(self, dry_run: bool) -> str | None:
+        """Put a marker that cannot be read back as the manifests tell it. What was wrong; None if nothing was."""
+        try:
+            sure(lambda: decode_marker(self._store.get(keys.MARKER, 0, MAX_MARKER + 1)))
+        except ObjectNotFoundError:
+            return None  # that is for ``require``
+        except CorruptionError as error:
+            marker = self._catalog.marker()
+            if marker is None or marker.repository != self.id:
+                raise
+            if not dry_run:
+                self._store.put(keys.MARKER, encode_signed(marker))
+            return error.message
+        return None
 
     def _create(self) -> Marker:
         """Make the repository. Refuses a place that holds something else."""

@@ -26,11 +26,14 @@ from ckptstore.sweep import remove_attempt
 log = logging.getLogger("ckptstore")
 
 
-def thin(catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved: float) -> None:
+def thin(
+    catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved: float, *, if_damaged: bool = False
+) -> Manifest:
     """Replace a checkpoint by one without the records of ``dropped`` (name → reason). At least one must stay.
 
     Args:
         saved: when the store got the checkpoint first; the new manifest tells it, because its own time is another.
+        if_damaged: the manifest on the store may be damaged; ``manifest`` is what it was.
 
     Raises:
         EpochExistsError: another process has replaced it meanwhile.
@@ -42,8 +45,9 @@ def thin(catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved
     lease = HeldLease(catalog.store, attempt, manifest.epoch)
     claim = Claim(catalog, lease)
     step = Commit(catalog, lease, claim, Fence(catalog, ""))
+    step.stands = claim.base_is_there
     try:
-        claim.take_all_of(manifest)
+        claim.take_all_of(manifest, if_damaged=if_damaged)
         lease.start()
         entries, chunks = _carry_over(catalog, manifest, dropped, attempt)
         thinned = msgspec.structs.replace(
@@ -63,6 +67,7 @@ def thin(catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved
         _give_up(catalog, lease, attempt, sent=step.sent, error=error)
         raise
     step.tidy_up(thinned)
+    return thinned
 
 
 def _carry_over(

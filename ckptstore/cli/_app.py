@@ -26,6 +26,7 @@ from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
 from ckptstore.cli.preflight import preflight
 from ckptstore.cli.prune import gc, plan, prune
+from ckptstore.cli.repair import repair
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
 from ckptstore.cli.show import show
@@ -94,7 +95,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(mirror, cp, du, diff),
+    *(repair, mirror, cp, du, diff),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:

@@ -218,3 +218,31 @@ def test_old_manifests_read_as_ever() -> None:
     manifest = Catalog(store).manifest(Catalog(store).committed()[0])
     assert (manifest.left_out, manifest.saved) == ({}, 0.0)
     assert msgspec.structs.replace(manifest, left_out={}).left_out == {}
+
+
+def test_a_number_that_is_used_again_meanwhile() -> None:
+    """P5: an epoch is deleted and saved anew at any step of a thinning of the old one: the new content stays."""
+    policy = {"model": KeepLast(3), "optimizer": KeepLast(1)}
+    acted, step = True, 0
+    while acted:
+        step += 1
+        store = MemoryStore()
+        filled(store, 3)
+        other = Repository(store)
+        seen = iter(range(1, 10_000))
+
+        def use_again(other: Repository = other) -> None:
+            other.delete(2)
+            other.save(2, state(77), metadata={"loss": 0.0})
+
+        between = Interfering(store)
+        between.after = False
+        between.at = lambda verb, key, seen=seen, step=step: next(seen) == step  # type: ignore[misc]
+        between.interfere = use_again
+        Repository(between).prune(policy)
+        acted = between.interfere is None
+        repo = Repository(store)
+        if acted and 2 in repo.epochs():
+            assert repo.checkpoint(2).load("model") == state(77)["model"], step
+        assert repo.verify().ok, step
+    assert step > 20
