@@ -7,7 +7,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptstore import keys
 from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransientError
@@ -23,8 +23,9 @@ from ckptstore.manifest import (
     decode_marker,
 )
 from ckptstore.pipeline import Meter, Progress, side_by_side
+from ckptstore.quarantine import reason_of
 from ckptstore.reader import Problem, damaged_chunks, missing_chunks, read_index, sure
-from ckptstore.stores.base import Store
+from ckptstore.stores.base import ObjectInfo, Store
 
 log = logging.getLogger("ckptstore")
 
@@ -34,10 +35,11 @@ _LOOKS = 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Committed:
-    """A committed checkpoint, as one listing shows it."""
+    """A committed checkpoint, as one listing shows it. Whether it is set aside only a listing of all tells."""
 
     epoch: int
     generation: int
+    quarantined: bool = field(default=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -91,9 +93,7 @@ class Catalog:
 
     def committed(self, epoch: int | None = None) -> list[Committed]:
         """All commits (of one epoch), oldest first. One listing; no manifest is read."""
-        prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
-        parsed = (keys.parse_manifest_key(info.key) for info in self.store.list(prefix))
-        return sorted(Committed(*pair) for pair in parsed if pair is not None)
+        return sorted(self.commit_times(epoch))
 
     def survey(self, run: str) -> tuple[list[Committed], dict[int, float]]:
         """All commits, oldest first, and the writer numbers that a run has claimed, with their times. One listing.
@@ -101,22 +101,17 @@ class Catalog:
         Args:
             run: as in the keys of claims.
         """
-        commits: list[Committed] = []
+        infos = list(self.store.list(keys.MANIFESTS))
         claims: dict[int, float] = {}
-        for info in self.store.list(keys.MANIFESTS):
-            pair = keys.parse_manifest_key(info.key)
+        for info in infos:
             claim = keys.parse_writer_key(info.key)
-            if pair is not None:
-                commits.append(Committed(*pair))
-            elif claim is not None and claim[0] == run:
+            if claim is not None and claim[0] == run:
                 claims[claim[1]] = info.modified
-        return sorted(commits), claims
+        return sorted(_commits(infos)), claims
 
     def commit_times(self, epoch: int | None = None) -> dict[Committed, float]:
         """All commits (of one epoch), and when each was put, by the store's clock. One listing."""
-        prefix = keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)
-        parsed = ((keys.parse_manifest_key(i.key), i.modified) for i in self.store.list(prefix))
-        return {Committed(*pair): modified for pair, modified in parsed if pair is not None}
+        return _commits(self.store.list(keys.MANIFESTS if epoch is None else keys.epoch_prefix(epoch)))
 
     def has_committed(self, manifest: Manifest, indexes: Iterable[tuple[RecordEntry, RecordIndex]]) -> None:
         """This process has just committed it: the next save need not read it again to build on it."""
@@ -134,7 +129,7 @@ class Catalog:
             FormatError: a newer version wrote a manifest; saving beside it would hide it.
         """
         for commit in reversed(commits):
-            if commit.epoch == without:
+            if commit.epoch == without or commit.quarantined:
                 continue
             last = self._last
             try:
@@ -181,6 +176,23 @@ class Catalog:
             return False
         except CorruptionError:
             return if_damaged
+
+    def set_aside(self, commit: Committed, manifest: Manifest | None) -> str | None:
+        """Why a checkpoint is quarantined; None if it is not. No request, unless a listing has shown a mark of it."""
+        if not commit.quarantined:
+            return None
+        attempt = manifest.attempt if manifest is not None else ""
+        return reason_of(self.store, commit.epoch, commit.generation, attempt)
+
+    def quarantined(self) -> dict[int, str]:
+        """All epochs that are set aside, ascending, each with the reason. One listing and two small reads for each."""
+        marked = [commit for commit in self.committed() if commit.quarantined]
+        found = {}
+        for commit, manifest in self.manifests(marked):
+            reason = self.set_aside(commit, manifest if isinstance(manifest, Manifest) else None)
+            if reason is not None:
+                found[commit.epoch] = reason
+        return found
 
     def problems(
         self,
@@ -291,6 +303,10 @@ class Catalog:
                 continue
             if (run is not None and manifest.run != run) or not all(map(manifest.record, need)):
                 continue
+            aside = self.set_aside(commit, manifest)
+            if aside is not None:
+                skipped.append(Skipped(commit.epoch, commit.generation, commit.key, f"it is quarantined: {aside}"))
+                continue
             found = self.problems(manifest, deep=deep, progress=progress)
             if not found:
                 return manifest, skipped, vanished
@@ -334,3 +350,16 @@ class Catalog:
         for entry in manifest.records:
             reached.update(chunk.key for chunk in self.index(entry).chunks)
         return reached
+
+
+def _commits(infos: Iterable[ObjectInfo]) -> dict[Committed, float]:
+    """The commits in a listing, and when each was put."""
+    times: dict[tuple[int, int], float] = {}
+    aside: set[tuple[int, int]] = set()
+    for info in infos:
+        pair, mark = keys.parse_manifest_key(info.key), keys.parse_quarantine_key(info.key)
+        if pair is not None:
+            times[pair] = info.modified
+        elif mark is not None:
+            aside.add(mark)
+    return {Committed(*pair, quarantined=pair in aside): time for pair, time in times.items()}

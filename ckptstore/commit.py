@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
+from ckptstore import quarantine
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
 from ckptstore.errors import (
@@ -154,6 +155,7 @@ class Commit:
                 # Where this one is not there any more, the lower numbers may have been used again.
                 older = [c for c in there if c.generation < manifest.generation and there[-1] >= _commit_of(manifest)]
                 delete_commits(self._catalog, older, f"epoch {epoch} was replaced")
+                quarantine.remove(self._store, epoch, below=manifest.generation)
         except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
             log.warning("epoch %d is committed; tidying up after it failed and is left to gc: %s", epoch, error)
 

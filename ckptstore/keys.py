@@ -6,6 +6,7 @@
     manifests/000000000007-000001.json        epoch 7, generation 1: the commit
     manifests/writer-<run>-000000000002.json  the second writer of a run has claimed its number
     manifests/pin-000000000007.json           epoch 7 is pinned: no prune takes it
+    manifests/quarantine-000000000007-000001.json  … generation 1 of it is set aside
     leases/<attempt>.json                     the attempt is alive
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
@@ -26,6 +27,7 @@ MARKER = "ckptstore.json"
 MANIFESTS = "manifests/"
 WRITERS = "manifests/writer-"
 PINS = "manifests/pin-"
+QUARANTINES = "manifests/quarantine-"
 LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
@@ -41,6 +43,7 @@ _HEX64 = r"[0-9a-f]{64}"
 _MANIFEST = re.compile(r"manifests/(\d{12,19})-(\d{6})\.json")
 _WRITER = re.compile(rf"manifests/writer-({_HEX32})-(\d{{12}})\.json")
 _PIN = re.compile(r"manifests/pin-(\d{12,19})\.json")
+_QUARANTINE = re.compile(r"manifests/quarantine-(\d{12,19}-\d{6}\.json)")
 _LEASE = re.compile(rf"leases/({_HEX32})\.json")
 _CONDEMNED = re.compile(rf"condemned/({_HEX32})")
 _CONTENT = re.compile(rf"attempts/({_HEX32})/(records|chunks)/({_HEX64})")
@@ -99,6 +102,21 @@ def parse_pin_key(key: str) -> int | None:
     if match is None or int(match[1]) > MAX_EPOCH or pin_key(int(match[1])) != key:
         return None
     return int(match[1])
+
+
+def quarantine_key(epoch: int, generation: int) -> str:
+    return f"{quarantine_prefix(epoch)}{generation:06d}.json"
+
+
+def quarantine_prefix(epoch: int) -> str:
+    """Prefix of the marks of every generation of one epoch."""
+    return f"{QUARANTINES}{epoch:012d}-"
+
+
+def parse_quarantine_key(key: str) -> tuple[int, int] | None:
+    """``(epoch, generation)`` of what is set aside, or None."""
+    match = _QUARANTINE.fullmatch(key)
+    return None if match is None else parse_manifest_key(MANIFESTS + match[1])
 
 
 def lease_key(attempt: str) -> str:
@@ -175,6 +193,7 @@ def is_ours(key: str) -> bool:
         or parse_manifest_key(key) is not None
         or parse_writer_key(key) is not None
         or parse_pin_key(key) is not None
+        or parse_quarantine_key(key) is not None
         or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))
         or re.fullmatch(rf"{PROBES}{_HEX32}", key) is not None
     )

@@ -91,7 +91,7 @@ def choose(
     """The newest generation of the epochs to copy, the newest epoch first.
 
     Args:
-        epochs: None for all.
+        epochs: None for all but those that are quarantined: the target would take them for good ones.
         policy: of those, only what it keeps. An epoch that cannot be read is always among them, to be reported.
 
     Raises:
@@ -107,6 +107,8 @@ def choose(
                 raise EpochNotFoundError(f"there is no epoch {epoch} in {source.store.traits.url}", epoch=epoch)
         newest = {epoch: newest[epoch] for epoch in wanted}
     found = source.manifests(newest[epoch] for epoch in sorted(newest))
+    if epochs is None:
+        found = [(c, m) for c, m in found if isinstance(m, CorruptionError) or source.set_aside(c, m) is None]
     if policy is not None:
         infos = [
             EpochInfo(c.epoch, metadata_of(m), m.saved or times[c], m.bytes_needed)

@@ -36,14 +36,14 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     created: str
 
 
-def check_reason(reason: object) -> str:
+def check_reason(reason: object, what: str = "a pin") -> str:
     """Refuse a reason that is no text, or empty, or longer than a page."""
     if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
-        raise InvalidArgumentError(f"the reason of a pin is a text of 1 to {MAX_REASON} characters")
+        raise InvalidArgumentError(f"the reason of {what} is a text of 1 to {MAX_REASON} characters")
     try:
         reason.encode()
     except UnicodeEncodeError:
-        raise InvalidArgumentError("the reason of a pin must be text that can be encoded") from None
+        raise InvalidArgumentError(f"the reason of {what} must be text that can be encoded") from None
     return reason
 
 

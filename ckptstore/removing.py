@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ckptstore import options, pins, retention
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ckptstore import options, pins, quarantine, retention
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import metadata_of
 from ckptstore.errors import EpochNotFoundError, InvalidArgumentError
@@ -10,8 +13,9 @@ from ckptstore.failures import Failures
 from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
 from ckptstore.lease import EXPIRY
-from ckptstore.manifest import check_epoch
+from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.policies import AnyPolicy, PerRecord, Policy
+from ckptstore.reader import Problem
 from ckptstore.retention import GcReport, PruneReport
 from ckptstore.sweep import delete_commits
 
@@ -41,14 +45,15 @@ class Removing:
         self._catalog.manifests(self._catalog.committed())
         delete_commits(self._catalog, commits, "its epoch was deleted")
         pins.remove(self._catalog.store, number)
+        quarantine.remove(self._catalog.store, number)
         self._failures.forget(number)
 
     def prune(self, policy: AnyPolicy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
         """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
-        Never deletes the newest intact epoch, pinned ones, nor those that this process loaded before its first save:
-        the run resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it has saved under
-        that name; without one, only epochs that no named run has saved.
+        Never deletes the newest intact epoch, pinned and quarantined ones, nor those that this process loaded before
+        its first save: the run resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it
+        has saved under that name; without one, only epochs that no named run has saved.
 
         Args:
             policy: one policy, or one for each of some records: ``{"model": KeepLast(9), "optimizer": KeepLast(1)}``.
@@ -86,6 +91,47 @@ class Removing:
         """The pinned epochs, ascending, each with its reason."""
         self._foundation.require()
         return pins.pinned(self._catalog.store)
+
+    def quarantine(self, epoch: int, reason: str) -> None:
+        """Set an epoch aside: ``latest()`` passes it by, no save builds on it, no prune takes it.
+
+        It stays as it is, and ``checkpoint(epoch)`` gives it. A save that replaces it is not set aside.
+
+        Args:
+            reason: for whoever finds it. Doing it again replaces it.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch.
+        """
+        number, text = check_epoch(epoch), pins.check_reason(reason, "a quarantine")
+        self._foundation.require()
+        store = self._catalog.store
+        for commit, manifest in self._catalog.manifests(self._catalog.committed(number)):
+            attempt = manifest.attempt if isinstance(manifest, Manifest) else ""
+            quarantine.put(store, number, commit.generation, attempt, text)
+        if not self._catalog.committed(number):  # there was none, or it was deleted meanwhile
+            quarantine.remove(store, number)
+            raise EpochNotFoundError(f"there is no epoch {number} in {store.traits.url}", epoch=number)
+
+    def release(self, epoch: int) -> bool:
+        """Take an epoch out of quarantine; False if it was not set aside."""
+        number = check_epoch(epoch)
+        self._foundation.require()
+        return quarantine.remove(self._catalog.store, number)
+
+    def quarantined(self) -> dict[int, str]:
+        """The epochs that are set aside, ascending, each with its reason."""
+        self._foundation.require()
+        return self._catalog.quarantined()
+
+    def _set_aside(self, damaged: Mapping[int, Problem]) -> None:
+        """Quarantine epochs because of damage, those that are not set aside yet."""
+        aside = self._catalog.quarantined() if damaged else {}
+        for epoch in sorted(damaged.keys() - aside.keys()):
+            problem = damaged[epoch]
+            why = problem.reason if problem.key in problem.reason else f"{problem.key} {problem.reason}"
+            with suppress(EpochNotFoundError):  # deleted meanwhile
+                self.quarantine(epoch, f"damaged: {why}"[: pins.MAX_REASON])
 
     def _prune(
         self,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from ckptstore import keys
+from ckptstore import keys, quarantine
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
 from ckptstore.errors import (
@@ -334,6 +334,9 @@ class Repair:
 
     def _settled(self, mended: EpochRepair, otherwise: EpochRepair, act: Callable[[], Manifest]) -> EpochRepair | None:
         """``mended``, if the new generation is committed; None if the epoch is another's now."""
+        aside = quarantine.reason_of(self._store, mended.epoch, mended.generation, "")
+        if aside is not None:  # of any attempt: which one it will be is not known yet
+            quarantine.put(self._store, mended.epoch, mended.generation + 1, "", aside)
         try:
             made = act()
         except (EpochExistsError, TransactionError) as error:

@@ -36,7 +36,6 @@ from ckptstore.stores import Store
 from ckptstore.stores.reserve import ReserveStore
 from ckptstore.transaction import Plan, Transaction
 from ckptstore.tree import FlatState
-from ckptstore.verify import VerifyReport, verify
 from ckptstore.writer import Tally
 
 log = logging.getLogger("ckptstore")
@@ -323,20 +322,6 @@ class Repository(Removing, Caring, Preflights, Portable):
             self._foundation.require()
             commits = self._catalog.committed()
         return sorted({commit.epoch for commit in commits})
-
-    def verify(
-        self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None, sample: float = 1.0
-    ) -> VerifyReport:
-        """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised.
-
-        Args:
-            sample: the share of each epoch's chunks that ``deep`` reads, more than 0 and at most 1, chosen anew each
-                time: who looks at a twentieth every day finds what rots in time, at a twentieth of the cost.
-        """
-        number, share = None if epoch is None else check_epoch(epoch), options.check_sample(sample)
-        if not self._catalog.committed(number):
-            self._foundation.require()
-        return verify(self._catalog, number, deep=deep, progress=progress, sample=share)
 
     # ---- closing -------------------------------------------------------------------------------------------
 

@@ -77,8 +77,8 @@ def prune(
 ) -> PruneReport:
     """Delete the epochs of ``run`` that ``policy`` does not keep; it is not shown those of others.
 
-    Never deleted (P5): the newest intact epoch, ``protected`` and pinned epochs, and epochs whose manifest cannot be
-    read (they may be all that a repair has to go by).
+    Never deleted (P5): the newest intact epoch, ``protected``, pinned and quarantined epochs, and those whose manifest
+    cannot be read (they may be all that a repair has to go by).
 
     Args:
         metadata: decodes ``Manifest.metadata`` into a mapping.
@@ -169,9 +169,10 @@ def _plan(
                     kept.setdefault(having.epoch, f"the newest intact epoch that has {name!r}")
                     whole.add(having.epoch)
     if look_at_pins or drops or any(info.epoch not in kept for info in infos):  # now, after all that takes time
-        pins = pinned(catalog.store)
-        kept.update({epoch: f"pinned: {reason}" for epoch, reason in pins.items()})
-        whole |= pins.keys()
+        marked = {epoch: f"quarantined: {reason}" for epoch, reason in catalog.quarantined().items()}
+        marked.update({epoch: f"pinned: {reason}" for epoch, reason in pinned(catalog.store).items()})
+        kept.update(marked)
+        whole |= marked.keys()
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
     newest_of = {commit.epoch: commit for commit in commits if commit in every}
     thinned = {newest_of[epoch]: names for epoch, names in sorted(drops.items()) if epoch not in whole}
@@ -237,11 +238,24 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
     removed += swept.removed
     before = now - grace if grace > 0 else math.inf  # clocks are coarse: "now" may be older than what was just put
     removed += _remove_traces(store, debris, {s.attempt for s in dead}, swept.spared, before, dry_run)
-    for info in superseded(store):
-        removed.append(Removal(info.key, "its run has a newer writer", info.size))
+    outdone = [Removal(info.key, "its run has a newer writer", info.size) for info in superseded(store)]
+    outdone += _marks_of_nothing(catalog)
+    for removal in outdone:
         if not dry_run:
-            store.delete(info.key)
+            store.delete(removal.key)
+    removed += outdone
     return GcReport(removed, swept.spared, dry_run)
+
+
+def _marks_of_nothing(catalog: Catalog) -> list[Removal]:
+    """Marks of checkpoints that are not there any more. What is put under such a number later is another one."""
+    marks = [(info, keys.parse_quarantine_key(info.key)) for info in catalog.store.list(keys.QUARANTINES)]
+    there = {(commit.epoch, commit.generation) for commit in catalog.committed()} if marks else set()
+    return [
+        Removal(info.key, "what it sets aside is gone", info.size)
+        for info, pair in marks
+        if pair is not None and pair not in there
+    ]
 
 
 def _superseded(catalog: Catalog, dry_run: bool) -> list[Removal]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptstore.checkpoint import Checkpoint
@@ -115,15 +116,40 @@ class SpillRepository(Repository):
         return sorted({*super().epochs(), *self.spill.epochs()})
 
     def verify(
-        self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None, sample: float = 1.0
+        self,
+        epoch: int | None = None,
+        deep: bool = True,
+        progress: Progress | None = None,
+        sample: float = 1.0,
+        *,
+        quarantine: bool = False,
     ) -> VerifyReport:
         """Check one epoch, wherever it lies, or all of both stores."""
+        looks = [
+            partial(look, epoch, deep, progress, sample, quarantine=quarantine)
+            for look in (super().verify, self.spill.verify)
+        ]
         if epoch is None:
-            reports = [super().verify(None, deep, progress, sample), self.spill.verify(None, deep, progress, sample)]
+            reports = [look() for look in looks]
             return VerifyReport(tuple(health for report in reports for health in report.epochs), deep, sample)
         with suppress(EpochNotFoundError):
-            return super().verify(epoch, deep, progress, sample)
-        return self.spill.verify(epoch, deep, progress, sample)
+            return looks[0]()
+        return looks[1]()
+
+    def quarantine(self, epoch: int, reason: str) -> None:
+        """Set an epoch aside, in the first store or else the second."""
+        try:
+            super().quarantine(epoch, reason)
+        except EpochNotFoundError:
+            self.spill.quarantine(epoch, reason)
+
+    def release(self, epoch: int) -> bool:
+        """Take an epoch out of quarantine, in both stores."""
+        return any([super().release(epoch), self.spill.release(epoch)])
+
+    def quarantined(self) -> dict[int, str]:
+        """The epochs of both stores that are set aside."""
+        return dict(sorted({**self.spill.quarantined(), **super().quarantined()}.items()))
 
     def delete(self, epoch: int) -> None:
         """Delete an epoch from both stores."""

@@ -26,6 +26,7 @@ from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
 from ckptstore.cli.preflight import preflight
 from ckptstore.cli.prune import gc, plan, prune
+from ckptstore.cli.quarantine import quarantine
 from ckptstore.cli.repair import repair
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
@@ -95,7 +96,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(repair, mirror, cp, du, diff),
+    *(repair, quarantine, mirror, cp, du, diff),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:

@@ -28,6 +28,7 @@ from ckptstore.manifest import Manifest
 _WIDE = 100  # columns from which on the records are listed by name
 _RUN = 24  # columns for the name of a run
 _Listing = list[tuple[Committed, Manifest | CorruptionError]]
+_Aside = dict[str, str | None]  # key of the manifest → why it is quarantined
 
 
 def ls(url: Url, json: Json = False, option: Options = None, unsafe: Unsafe = False, debug: Debug = False) -> None:
@@ -41,17 +42,23 @@ def ls(url: Url, json: Json = False, option: Options = None, unsafe: Unsafe = Fa
     with open_repository(url, option, unsafe, create=False) as repo:
         catalog = Catalog(repo.store)
         listing: _Listing = catalog.manifests(catalog.committed())
+        aside = {c.key: _why(catalog, c, found) for c, found in listing if c.quarantined}
         if json:
-            print_json(to_json(_as_json(repo, listing)))
+            print_json(to_json(_as_json(repo, listing, aside)))
         else:
-            _print(repo, listing)
+            _print(repo, listing, aside)
     damaged = sum(isinstance(found, CorruptionError) for _, found in listing)
     if damaged:
         warn(f"{damaged} of {len(listing)} manifests are damaged: see `ckptstore verify`")
 
 
-def _as_json(repo: Repository, listing: _Listing) -> dict[str, Any]:
-    return {"url": repo.url, "repository": repo.id, "epochs": [_entry(*pair) for pair in listing]}
+def _why(catalog: Catalog, commit: Committed, found: Manifest | CorruptionError) -> str | None:
+    return catalog.set_aside(commit, found if isinstance(found, Manifest) else None)
+
+
+def _as_json(repo: Repository, listing: _Listing, aside: _Aside) -> dict[str, Any]:
+    epochs = [{**_entry(*pair), "quarantined": aside.get(pair[0].key)} for pair in listing]
+    return {"url": repo.url, "repository": repo.id, "epochs": epochs}
 
 
 def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, Any]:
@@ -72,7 +79,7 @@ def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, An
     }
 
 
-def _print(repo: Repository, listing: _Listing) -> None:
+def _print(repo: Repository, listing: _Listing, aside: _Aside) -> None:
     console = out()
     if not listing:
         console.print(Text(f"{repo.url} holds no checkpoint yet."))
@@ -96,7 +103,7 @@ def _print(repo: Repository, listing: _Listing) -> None:
             run = ["-"] if len(runs) > 1 else []
             table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), *run, "-", reason)
             continue
-        stored = found.bytes_needed
+        stored, why = found.bytes_needed, aside.get(commit.key)
         names = clean(" ".join(record.name for record in found.records)) if wide else str(len(found.records))
         sizes = (size(found.bytes_state), size(stored), ratio(found.bytes_state, stored))
         table.add_row(
@@ -106,7 +113,7 @@ def _print(repo: Repository, listing: _Listing) -> None:
             ago(found.created),
             *([Text(clean(found.run or "-"))] if len(runs) > 1 else []),
             Text(names),
-            _line(brief(metadata_of(found))),
+            _line(f"QUARANTINED: {why}", "bold yellow") if why is not None else _line(brief(metadata_of(found))),
         )
     console.print(table)
 

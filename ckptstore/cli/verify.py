@@ -36,6 +36,7 @@ _Sample = Annotated[
         "--sample", metavar="SHARE", show_default=False, help="Read only so much, chosen by chance: 5% or 0.05."
     ),
 ]
+_Quarantine = Annotated[bool, typer.Option("--quarantine", help="Set aside what is damaged: see quarantine.")]
 
 
 def verify(
@@ -43,6 +44,7 @@ def verify(
     epoch: _Epoch = None,
     quick: _Quick = False,
     sample: _Sample = None,
+    quarantine: _Quarantine = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -60,7 +62,7 @@ def verify(
     begun = time.perf_counter()
     with open_repository(url, option, unsafe, create=False) as repo:
         with progress_bar("verifying") as move:
-            report = repo.verify(number, deep=not quick, progress=move, sample=share)
+            report = repo.verify(number, deep=not quick, progress=move, sample=share, quarantine=quarantine)
         seconds = time.perf_counter() - begun
         if json:
             print_json(to_json(_as_json(repo.url, report, seconds)))

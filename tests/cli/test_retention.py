@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, chunks_of, flip
 
 
 def epochs(place: Path) -> list[int]:
@@ -108,3 +108,28 @@ def test_records(run: Run, tmp_path: Path) -> None:
     for wrong in ((), ("--keep", "KeepLast(1)", *line), ("--record", "KeepLast(1)"), ("--record", "model=Keep")):
         assert run("prune", place, *wrong, "--yes").code == 1
     assert epochs(place) == [2, 3]
+
+
+def test_quarantine(run: Run, state_repo: Path) -> None:
+    """An epoch that is set aside is shown so, survives a prune, is passed by, and comes back when it is released."""
+    assert run("quarantine", state_repo, 3).code == 1
+    assert run("quarantine", state_repo, 3, "--reason", "x", "--release").code == 1
+    assert run("quarantine", state_repo, 9, "--reason", "x").code == 3
+    assert "is quarantined: it diverged" in run("quarantine", state_repo, 3, "--reason", "it diverged").out
+    assert "QUARANTINED: it diverged" in run("ls", state_repo).out
+    epochs = {e["epoch"]: e["quarantined"] for e in run("ls", state_repo, "--json").json["epochs"]}
+    assert epochs == {1: None, 2: None, 3: "it diverged"}
+    assert "quarantined: it diverged" in run("plan", state_repo, "--keep", "KeepLast(1)").out
+    assert run("prune", state_repo, "--keep", "KeepLast(1)", "--yes").code == 0
+    assert [e["epoch"] for e in run("ls", state_repo, "--json").json["epochs"]] == [2, 3]
+    again = run("quarantine", state_repo, 3, "--release", "--json").json
+    assert (again["quarantined"], again["was_quarantined"]) == (False, True)
+    assert "was not quarantined" in run("quarantine", state_repo, 3, "--release").out
+
+
+def test_verify_sets_aside(run: Run, state_repo: Path) -> None:
+    """``verify --quarantine`` marks what is damaged."""
+    flip(chunks_of(state_repo, 3)[0])
+    assert run("verify", state_repo, "--quarantine").code == 4
+    found = {e["epoch"]: e["quarantined"] for e in run("ls", state_repo, "--json").json["epochs"]}
+    assert found[3].startswith("damaged: ")
