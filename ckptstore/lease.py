@@ -36,6 +36,7 @@ from ckptstore.stores.base import Store
 HEARTBEAT = 60.0  # seconds between renewals
 EXPIRY = 900.0  # a lease this old is dead
 JOIN_SECONDS = GRACE_SECONDS + 2.0  # so long the end of a save waits for a renewal that is under way
+READING = "reading"  # the state of a reader's lease
 LAPSE = EXPIRY - 2 * HEARTBEAT  # a gap between renewals after which the lease may have been taken for dead
 
 log = logging.getLogger("ckptstore")
@@ -86,7 +87,7 @@ def seems_dead(sighting: Sighting, now: float) -> bool:
     lease of the adopter keeps them from being swept.
     """
     lease = sighting.lease
-    if lease is None:
+    if lease is None or lease.state == READING:  # a reader has no chunks, and is not hurried
         return False
     if lease.state == "abandoned" or now - sighting.modified > 3 * HEARTBEAT:
         return True

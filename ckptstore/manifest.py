@@ -174,7 +174,8 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt is alive, and these are the attempts whose objects it may refer to (``uses``)."""
+    """An attempt is alive, and these are the attempts whose objects it may refer to (``uses``); or a reader is, and
+    those are the attempts that he reads (``state`` "reading", ``base`` the checkpoint, ``reason`` his)."""
 
     format: int = FORMAT
     attempt: str
@@ -184,8 +185,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     started: str  # identifies the process behind pid, so that a reused pid is not mistaken for it
-    state: str  # "active" | "abandoned"
+    state: str  # "active" | "abandoned" | "reading"
     beat: int
+    reason: str = ""
 
 
 class WriterClaim(msgspec.Struct, frozen=True, kw_only=True):

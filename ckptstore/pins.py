@@ -36,10 +36,12 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     created: str
 
 
-def check_reason(reason: object, what: str = "a pin") -> str:
+def check_reason(reason: object, what: str = "a pin", *, empty: bool = False) -> str:
     """Refuse a reason that is no text, or empty, or longer than a page."""
-    if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
-        raise InvalidArgumentError(f"the reason of {what} is a text of 1 to {MAX_REASON} characters")
+    if not isinstance(reason, str) or not (empty or reason.strip()) or len(reason) > MAX_REASON:
+        raise InvalidArgumentError(
+            f"the reason of {what} is a text of {'0' if empty else '1'} to {MAX_REASON} characters"
+        )
     try:
         reason.encode()
     except UnicodeEncodeError:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from ckptstore import options, pins, quarantine, retention
 from ckptstore.catalog import Catalog
-from ckptstore.checkpoint import metadata_of
+from ckptstore.checkpoint import Checkpoint, metadata_of
 from ckptstore.errors import EpochNotFoundError, InvalidArgumentError
 from ckptstore.failures import Failures
 from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
+from ckptstore.hold import held, holds
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.policies import AnyPolicy, PerRecord, Policy
@@ -21,7 +22,7 @@ from ckptstore.sweep import delete_commits
 
 
 class Removing:
-    """The part of a repository that deletes: ``delete``, ``prune`` and ``gc``."""
+    """The part of a repository that deletes, and that keeps from it: pins, quarantine, holds."""
 
     _catalog: Catalog
     _failures: Failures
@@ -29,6 +30,8 @@ class Removing:
     _foundation: Foundation
     _keep: Policy | PerRecord | None
     _resumed: set[int]
+    latest: Callable[..., Checkpoint | None]
+    checkpoint: Callable[[int], Checkpoint]
 
     def delete(self, epoch: int) -> None:
         """Delete an epoch, whatever it is: also the newest, also a damaged one.
@@ -51,9 +54,9 @@ class Removing:
     def prune(self, policy: AnyPolicy | None = None, dry_run: bool = False, deep: bool = True) -> PruneReport:
         """Delete the epochs of this run that ``policy`` (default: the ``keep`` of ``open``) does not keep.
 
-        Never deletes the newest intact epoch, pinned and quarantined ones, nor those that this process loaded before
-        its first save: the run resumed from them (P5). A run with a name (``run_id``) counts and deletes only what it
-        has saved under that name; without one, only epochs that no named run has saved.
+        Never deletes the newest intact epoch, pinned, quarantined and held ones, nor those that this process loaded
+        before its first save: the run resumed from them (P5). A run with a name (``run_id``) counts and deletes only
+        what it has saved under that name; without one, only epochs that no named run has saved.
 
         Args:
             policy: one policy, or one for each of some records: ``{"model": KeepLast(9), "optimizer": KeepLast(1)}``.
@@ -123,6 +126,41 @@ class Removing:
         """The epochs that are set aside, ascending, each with its reason."""
         self._foundation.require()
         return self._catalog.quarantined()
+
+    @contextmanager
+    def hold(self, epoch: int | None = None, reason: str = "") -> Iterator[Checkpoint]:
+        """Read an epoch for longer: while the block runs, no prune takes it, and what it needs is not deleted.
+
+        For evaluation jobs, exports and the like, beside a trainer that prunes. It costs a put now, one a minute, and
+        a delete at the end. If this process dies, others may prune the epoch after 15 minutes. ``delete`` and a save
+        that replaces the epoch are not stopped; what the checkpoint needs stays readable all the same.
+
+        Args:
+            epoch: which; None for the newest intact one.
+            reason: for whoever asks why it was not pruned.
+
+        Raises:
+            EpochNotFoundError: there is no such epoch, or none at all.
+            CorruptionError: its manifest is damaged.
+            StoreError: the lease could not be put.
+        """
+        number, text = None if epoch is None else check_epoch(epoch), pins.check_reason(reason, "a hold", empty=True)
+        for _ in range(3):  # it may be replaced or pruned between the look and the lease
+            found = self.latest() if number is None else self.checkpoint(number)
+            if found is None:
+                break
+            with held(found._catalog, found._manifest, text) as there:
+                if there:
+                    yield found
+                    return
+        what = f"epoch {number}" if number is not None else "epoch that stays while it is looked at"
+        raise EpochNotFoundError(f"there is no {what} in {self._catalog.store.traits.url}", epoch=number)
+
+    def holds(self) -> dict[int, str]:
+        """The epochs that readers hold now, ascending, each with who does. The local clock tells who is dead."""
+        self._foundation.require()
+        found = {commit.epoch: why for commit, why in holds(self._catalog, writes=False).items()}
+        return dict(sorted(found.items()))
 
     def _set_aside(self, damaged: Mapping[int, Problem]) -> None:
         """Quarantine epochs because of damage, those that are not set aside yet."""

@@ -20,7 +20,8 @@ from ckptstore.errors import (
     TransactionError,
 )
 from ckptstore.fence import superseded
-from ckptstore.lease import EXPIRY, read_leases
+from ckptstore.hold import holds
+from ckptstore.lease import EXPIRY, READING, Sighting, read_leases
 from ckptstore.manifest import Manifest
 from ckptstore.pins import pinned
 from ckptstore.policies import EpochInfo, PerRecord, Policy
@@ -77,8 +78,8 @@ def prune(
 ) -> PruneReport:
     """Delete the epochs of ``run`` that ``policy`` does not keep; it is not shown those of others.
 
-    Never deleted (P5): the newest intact epoch, ``protected``, pinned and quarantined epochs, and those whose manifest
-    cannot be read (they may be all that a repair has to go by).
+    Never deleted (P5): the newest intact epoch, ``protected``, pinned, quarantined and held epochs, and those whose
+    manifest cannot be read (they may be all that a repair has to go by).
 
     Args:
         metadata: decodes ``Manifest.metadata`` into a mapping.
@@ -86,7 +87,7 @@ def prune(
             earlier epochs are read, each once a process.
         weigh: a dry run finds out what would be freed.
     """
-    plan = _plan(catalog, policy, run=run, protected=protected, metadata=metadata, deep=deep, look_at_pins=dry_run)
+    plan = _plan(catalog, policy, run=run, protected=protected, metadata=metadata, deep=deep, dry_run=dry_run)
     victims = plan.victims
     swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
     removed = {commit.epoch: "no policy keeps it" for commit in victims}
@@ -131,7 +132,7 @@ def _plan(
     protected: Mapping[int, str],
     metadata: Any,
     deep: bool,
-    look_at_pins: bool,
+    dry_run: bool,
 ) -> _Plan:
     times = catalog.commit_times()
     commits = sorted(times)
@@ -168,9 +169,10 @@ def _plan(
                 if having is not None:
                     kept.setdefault(having.epoch, f"the newest intact epoch that has {name!r}")
                     whole.add(having.epoch)
-    if look_at_pins or drops or any(info.epoch not in kept for info in infos):  # now, after all that takes time
+    if dry_run or drops or any(info.epoch not in kept for info in infos):  # now, after all that takes time
         marked = {epoch: f"quarantined: {reason}" for epoch, reason in catalog.quarantined().items()}
         marked.update({epoch: f"pinned: {reason}" for epoch, reason in pinned(catalog.store).items()})
+        marked.update({commit.epoch: why for commit, why in holds(catalog, writes=not dry_run).items()})
         kept.update(marked)
         whole |= marked.keys()
     victims = [commit for commit in commits if commit.epoch in manifests and commit.epoch not in kept]
@@ -222,7 +224,7 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
             now = time.time() if dry_run else store_time(store)
         except StoreFullError:
             now = time.time()  # no room for a probe: gc must work all the more
-    dead = [s for s in read_leases(store) if grace == 0 or abs(now - s.modified) > grace]
+    dead = [s for s in read_leases(store) if _is_dead(s, now, grace)]
     full: dict[str, str] = {}
     if not dry_run:
         for sighting in list(dead):
@@ -245,6 +247,13 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
             store.delete(removal.key)
     removed += outdone
     return GcReport(removed, swept.spared, dry_run)
+
+
+def _is_dead(sighting: Sighting, now: float, grace: float) -> bool:
+    """Whether a lease has not been renewed for so long. A reader gets no less time than he knows of."""
+    if sighting.lease is not None and sighting.lease.state == READING:
+        grace = max(grace, EXPIRY)
+    return grace == 0 or abs(now - sighting.modified) > grace
 
 
 def _marks_of_nothing(catalog: Catalog) -> list[Removal]:

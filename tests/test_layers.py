@@ -22,10 +22,9 @@ FLOORS: dict[float, set[str]] = {
     2: {"known", "writer", "reader"},
     3: {
         "background", "caring", "catalog", "checkpoint", "claim", "commit", "copying", "diff", "doctor", "exiting",
-        "failures",
-        "fence", "flights", "foundation", "lease", "mirror", "opening", "options", "pickling", "pins", "preemption",
-        "preflight", "quarantine", "reclaim", "remake", "removing", "repair", "repository", "rescue", "retention",
-        "spares", "spill", "sweep", "thinning", "transaction", "usage", "verify",
+        "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options", "pickling",
+        "pins", "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair", "repository",
+        "rescue", "retention", "spares", "spill", "sweep", "thinning", "transaction", "usage", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

@@ -29,7 +29,7 @@ _Epochs = Annotated[list[int], typer.Argument(metavar="EPOCH...", show_default=F
 _Reason = Annotated[
     str, typer.Option("--reason", metavar="TEXT", show_default=False, help="For whoever finds it later.")
 ]
-_Force = Annotated[bool, typer.Option("--force", help="Also what is pinned.")]
+_Force = Annotated[bool, typer.Option("--force", help="Also what is pinned or held by a reader.")]
 
 
 def pin(
@@ -86,7 +86,8 @@ def rm(
     unsafe: Unsafe = False,
     debug: Debug = False,
 ) -> None:
-    """Delete epochs by number: also the newest, also damaged ones. Those that are pinned only with --force.
+    """Delete epochs by number: also the newest, also damaged ones. Those that are pinned, or held by
+    a reader, only with --force.
 
     Example: [cyan]ckptstore rm s3://runs/llama 3 4[/cyan]
     """
@@ -100,6 +101,10 @@ def rm(
         if pinned and not force:
             epoch, why = next(iter(pinned.items()))
             raise InvalidArgumentError(f"epoch {epoch} is pinned ({why}): unpin it or add --force; nothing was deleted")
+        held = {epoch: why for epoch, why in repo.holds().items() if epoch in wanted}
+        if held and not force:
+            epoch, why = next(iter(held.items()))
+            raise InvalidArgumentError(f"epoch {epoch} is {why}: wait for it or add --force; nothing was deleted")
         if not dry_run:
             ask(f"Delete {'epoch' if len(wanted) == 1 else 'epochs'} {', '.join(map(str, wanted))} of {repo.url}?", yes)
             for epoch in wanted:

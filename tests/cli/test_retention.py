@@ -133,3 +133,17 @@ def test_verify_sets_aside(run: Run, state_repo: Path) -> None:
     assert run("verify", state_repo, "--quarantine").code == 4
     found = {e["epoch"]: e["quarantined"] for e in run("ls", state_repo, "--json").json["epochs"]}
     assert found[3].startswith("damaged: ")
+
+
+def test_rm_asks_for_force(run: Run, tmp_path: Path) -> None:
+    """By hand it can be deleted all the same."""
+    with ckptstore.open(tmp_path / "r") as repo:
+        repo.save(1, {"m": {"w": 1}})
+        repo.save(2, {"m": {"w": 2}})
+        with repo.hold(1, "eval"):
+            refused = run("rm", tmp_path / "r", 1, "--yes")
+            assert refused.code == 1
+            assert "held by a reader" in refused.err
+            assert "eval" in run("plan", tmp_path / "r", "--keep", "KeepLast(1)").out
+            assert run("rm", tmp_path / "r", 1, "--force", "--yes").code == 0
+        assert repo.epochs() == [2]
