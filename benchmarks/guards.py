@@ -26,7 +26,10 @@ Taken = tuple[float, float]
 
 
 def guards(job: Job) -> Sample:
-    """``PAIRS`` pairs of saves (a quarter of them with 1 GiB); the ratios are medians of the ratios within the pairs: of time and of CPU time."""
+    """``PAIRS`` pairs of saves (a quarter of them with 1 GiB).
+
+    The ratios are medians of the ratios within the pairs: of time and of CPU time.
+    """
     state = states.build(job.state, job.mib)
     pairs = max(8, PAIRS * 256 // max(256, job.mib))
     path = job.place.path

@@ -27,7 +27,7 @@ def latest(job: Job) -> Sample:
     epochs = job.mib
     _many_manifests(job.place, epochs)
     log = OpLog()
-    with job.place.open(on_event=log) as repo:
+    with job.place.open(on_request=log) as repo:
         log.clear()
         cost = measured(repo.latest)
         if cost.result is None or cost.result.epoch != epochs:
@@ -40,7 +40,7 @@ def latest(job: Job) -> Sample:
 def big(job: Job) -> Sample:
     """Prune a repository of ``job.mib`` epochs to three, or collect the debris of as many deleted ones."""
     log = OpLog()
-    with job.place.open(on_event=log) as repo:
+    with job.place.open(on_request=log) as repo:
         for epoch in range(1, job.mib + 1):
             repo.save(epoch, {"model": {"w": np.full(1024, epoch, np.float32)}})
         if job.work == "gc":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,6 +19,8 @@ from ckptstore.errors import (
     ObjectNotFoundError,
     RepositoryNotFoundError,
 )
+from ckptstore.events import DamageFound, Emitter, MirrorDone, VerifyDone
+from ckptstore.failures import Failures
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
 from ckptstore.manifest import Manifest, check_epoch, check_record_name
@@ -36,10 +39,20 @@ class Caring:
     """The part of a repository that checks, copies, counts, compares and mends."""
 
     _catalog: Catalog
+    _events: Emitter
+    _failures: Failures
     _flights: Flights
     _foundation: Foundation
     _prune: Callable[..., PruneReport]
     _set_aside: Callable[[Mapping[int, Problem]], None]
+
+    def newest_age(self) -> float | None:
+        """Seconds since the newest durable epoch that this process knows of was committed; None if it knows none.
+
+        Asks the store nothing: what this process has saved, and what ``latest()`` has found. By the clocks of the
+        machine that saved it and of this one.
+        """
+        return self._failures.age()
 
     def verify(
         self,
@@ -60,9 +73,16 @@ class Caring:
         number, share = None if epoch is None else check_epoch(epoch), options.check_sample(sample)
         if not self._catalog.committed(number):
             self._foundation.require()
+        begun = time.perf_counter()
         report = verify(self._catalog, number, deep=deep, progress=progress, sample=share)
+        damaged = [health for health in report.epochs if not health.ok]
+        for health in damaged:
+            first = health.problems[0]
+            self._events.tell(DamageFound, epoch=health.epoch, key=first.key, reason=first.reason)
+        facts = {"epochs": len(report.epochs), "damaged": tuple(health.epoch for health in damaged), "deep": deep}
+        self._events.tell(VerifyDone, seconds=time.perf_counter() - begun, **facts)
         if options.check_flag("quarantine", quarantine):
-            self._set_aside({health.epoch: health.problems[0] for health in report.epochs if not health.ok})
+            self._set_aside({health.epoch: health.problems[0] for health in damaged})
         return report
 
     def mirror(
@@ -98,8 +118,13 @@ class Caring:
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
         numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
+        begun = time.perf_counter()
         mirror = Mirror(self._catalog, self._place(to), limit=limit, progress=progress)
-        return mirror.run(choose(self._catalog, numbers, policy))
+        report = mirror.run(choose(self._catalog, numbers, policy))
+        facts = {"copied": len(report.of("copied")), "bytes_sent": report.bytes_sent, "ok": report.ok}
+        where, seconds = to._catalog.store.traits.url, time.perf_counter() - begun
+        self._events.tell(MirrorDone, to=where, seconds=seconds, **facts)
+        return report
 
     def copy(
         self,

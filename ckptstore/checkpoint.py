@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,12 +59,14 @@ class Checkpoint:
         *,
         skipped: Sequence[Skipped] = (),
         report: Tally | None = None,
-        on_load: Callable[[int], None] = lambda epoch: None,
+        on_load: Callable[[int, int, float], None] = lambda epoch, nbytes, seconds: None,
+        on_damage: Callable[[CorruptionError], None] = lambda error: None,
         again: Callable[..., Checkpoint] | None = None,
     ) -> None:
         self._catalog = catalog
         self._manifest = manifest
         self._on_load = on_load
+        self._on_damage = on_damage
         self._again = again
         self.skipped = tuple(skipped)
         """Newer epochs that ``latest()`` stepped over, and why."""
@@ -157,6 +160,7 @@ class Checkpoint:
             paths = [paths]
         if not _are_patterns(paths):
             raise InvalidArgumentError(f'paths must be a list of patterns such as "encoder.*", not {paths!r}')
+        begun = time.perf_counter()
         with self._reading():
             plans = self._plans(entries, paths, {name: into} if name is not None else into)
             if not plans:
@@ -164,7 +168,7 @@ class Checkpoint:
                 raise RecordNotFoundError(f"nothing in {what} matches {list(paths or ())}", epoch=self.epoch)
             meter = Meter(progress, sum(plan.nbytes for plan in plans))
             values = _run(plans, self._catalog.store, meter)
-        self._on_load(self.epoch)
+        self._on_load(self.epoch, sum(plan.nbytes for plan in plans), time.perf_counter() - begun)
         return values[name] if name is not None else values
 
     def read_file(self, name: str, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
@@ -179,10 +183,11 @@ class Checkpoint:
         entry = self._entry(name)
         if entry.kind != "file":
             raise InvalidArgumentError(f"record {name!r} is a state, not a file: use load({name!r})", epoch=self.epoch)
+        begun = time.perf_counter()
         with self._reading():
             index = self._catalog.index(entry)
             _write_aside(Path(path), lambda fd: self._copy(index, fd, progress))
-        self._on_load(self.epoch)
+        self._on_load(self.epoch, entry.bytes_state, time.perf_counter() - begun)
 
     def file_name(self, name: str) -> str:
         """The name that a file record had where it came from."""
@@ -272,6 +277,7 @@ class Checkpoint:
                 raise EpochNotFoundError(message, epoch=self.epoch) from error
             self._catalog.mark_damaged(self._manifest)
             error.epoch = self.epoch
+            self._on_damage(error)
             raise
 
 

@@ -80,11 +80,19 @@ class Failures:
         if newest is None:
             return f"This process has neither saved nor loaded an epoch in {self._url}: all since its start is at risk"
         epoch, created = newest
-        try:
-            seconds = ((now or datetime.now(timezone.utc)) - datetime.fromisoformat(created)).total_seconds()
-        except (ValueError, TypeError):
+        seconds = self.age(now)
+        if seconds is None:
             return f"The newest durable epoch is {epoch}, of {created}"
         return f"The newest durable epoch is {epoch}, {_age(seconds)} old ({created})"
+
+    def age(self, now: datetime | None = None) -> float | None:
+        """Seconds since the newest durable epoch that this process knows was committed; None if it knows none."""
+        newest = self._newest
+        try:
+            created = datetime.fromisoformat(newest[1]) if newest is not None else None
+            return None if created is None else ((now or datetime.now(timezone.utc)) - created).total_seconds()
+        except (ValueError, TypeError):
+            return None
 
     def last_words(self) -> None:
         """At the end: what the log must say if the last saves failed and were forgiven."""

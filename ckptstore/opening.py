@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptstore.chunks import CHUNK_SIZE
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.events import Callback, listener_of
 from ckptstore.failures import MAX_FAILURES, OnError
 from ckptstore.options import (
     EXIT_TIMEOUT,
@@ -28,7 +29,7 @@ from ckptstore.policies import AnyPolicy
 from ckptstore.reclaim import OnFull
 from ckptstore.repository import Repository
 from ckptstore.spill import SpillRepository
-from ckptstore.stores import RetryEvent, RetryPolicy
+from ckptstore.stores import RetryPolicy
 from ckptstore.stores.opening import SUPPORTED
 from ckptstore.stores.trace import StoreEvent
 
@@ -44,8 +45,8 @@ def open(  # noqa: A001 (used as ckptstore.open)
     chunk_size: int = CHUNK_SIZE,
     codec: str = "auto",
     concurrency: int | None = None,
-    on_event: Callable[[StoreEvent], None] | None = None,
-    on_retry: Callable[[RetryEvent], object] | None = None,
+    on_event: Callback | None = None,
+    on_request: Callable[[StoreEvent], None] | None = None,
     transport: str | None = None,
     background_cores: int | None = None,
     exit_timeout: float = EXIT_TIMEOUT,
@@ -72,9 +73,9 @@ def open(  # noqa: A001 (used as ckptstore.open)
         chunk_size: raw bytes per chunk of a large array, 64 KiB to 64 MiB.
         codec: "auto" (per byte plane, by a sample), "raw" or "max".
         concurrency: requests at once; default by kind of store.
-        on_event: called with a ``StoreEvent`` after each request, from worker threads.
-        on_retry: called with a ``RetryEvent`` before each wait for another attempt, from worker threads. The logger
-            "ckptstore" hears of them too.
+        on_event: called with each event of ``ckptstore.events`` (a save has begun, was committed, has failed, a
+            request is tried again, ...), one after the other, on a thread of its own. See docs/events.md.
+        on_request: called with a ``StoreEvent`` after each request, from worker threads: for tracing.
         transport: "fsspec" (s3fs, gcsfs) or "obstore" (S3 only, ``pip install 'ckptstore[fast]'``); by default
             obstore where it is installed and would follow every one of ``storage_options``.
         background_cores: how many cores a background save (``save_async``) keeps busy; default half of them.
@@ -99,13 +100,14 @@ def open(  # noqa: A001 (used as ckptstore.open)
         AccessError, StoreError: the store refused or did not answer.
     """
     run_id = check_run_id(os.environ.get(RUN_ID, "") if run_id is None else run_id)
+    listener = listener_of(on_event)
     stores: dict[str, Any] = {
         "storage_options": storage_options,
         "retry": retry,
         "concurrency": concurrency,
         "unsafe_single_writer": unsafe_single_writer,
-        "on_event": on_event,
-        "on_retry": on_retry,
+        "on_request": on_request,
+        "on_retry": None if listener is None else listener.put,
         "transport": transport,
     }
     repositories: dict[str, Any] = {
@@ -121,6 +123,7 @@ def open(  # noqa: A001 (used as ckptstore.open)
         "on_error": check_on_error(on_error),
         "max_failures": check_max_failures(max_failures),
         "every": check_every(every),
+        "on_event": listener,
     }
     check_background_cores(background_cores)
     if not all(isinstance(place, (str, os.PathLike)) for place in (url, *((spill,) if spill is not None else ()))):

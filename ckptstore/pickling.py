@@ -105,8 +105,8 @@ class Opener:
     def __reduce__(self) -> tuple[Any, ...]:
         kept, left = public(self._store.get("storage_options") or {})
         # Callbacks belong to their process.
-        store = {**self._store, "storage_options": kept or None, "on_event": None, "on_retry": None}
-        return _unpack, (self._make, self._url, store, self._repository, left)
+        store = {**self._store, "storage_options": kept or None, "on_request": None, "on_retry": None}
+        return _unpack, (self._make, self._url, store, {**self._repository, "on_event": None}, left)
 
 
 def _unpack(

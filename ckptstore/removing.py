@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -9,6 +10,7 @@ from ckptstore import options, pins, quarantine, retention
 from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint, metadata_of
 from ckptstore.errors import EpochNotFoundError, InvalidArgumentError
+from ckptstore.events import Emitter, GcDone, PruneDone
 from ckptstore.failures import Failures
 from ckptstore.fence import Fence
 from ckptstore.foundation import Foundation
@@ -25,6 +27,7 @@ class Removing:
     """The part of a repository that deletes, and that keeps from it: pins, quarantine, holds."""
 
     _catalog: Catalog
+    _events: Emitter
     _failures: Failures
     _fence: Fence
     _foundation: Foundation
@@ -186,16 +189,31 @@ class Removing:
             )
         self._foundation.require()
         protected = dict.fromkeys(self._resumed, "the run resumed from it")
-        return retention.prune(
-            self._catalog,
-            chosen,
-            run=self._fence.run,
-            protected=protected,
-            metadata=metadata_of,
-            deep=deep,
-            dry_run=dry_run,
-            weigh=weigh,
-        )
+        begun = time.perf_counter()
+        try:
+            report = retention.prune(
+                self._catalog,
+                chosen,
+                run=self._fence.run,
+                protected=protected,
+                metadata=metadata_of,
+                deep=deep,
+                dry_run=dry_run,
+                weigh=weigh,
+            )
+        except Exception as error:
+            if not dry_run:
+                self._tell_of_prune((), (), 0, begun, type(error).__name__)
+            raise
+        if not dry_run and (report.removed or report.dropped):
+            self._tell_of_prune(tuple(report.removed), tuple(report.dropped), report.bytes_freed, begun)
+        return report
+
+    def _tell_of_prune(
+        self, epochs: tuple[int, ...], thinned: tuple[int, ...], freed: int, begun: float, error: str = ""
+    ) -> None:
+        seconds = time.perf_counter() - begun
+        self._events.tell(PruneDone, epochs=epochs, thinned=thinned, bytes_freed=freed, seconds=seconds, error=error)
 
     def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
         """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
@@ -204,4 +222,9 @@ class Removing:
             grace: seconds after its last sign of life until an unfinished save counts as dead.
         """
         self._foundation.require()
-        return retention.gc(self._catalog, grace=grace, dry_run=dry_run)
+        begun = time.perf_counter()
+        report = retention.gc(self._catalog, grace=grace, dry_run=dry_run)
+        if not dry_run:
+            facts = {"objects": len(report.removed), "bytes_freed": report.bytes_freed}
+            self._events.tell(GcDone, seconds=time.perf_counter() - begun, **facts)
+        return report

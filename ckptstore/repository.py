@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from ckptstore import options
+from ckptstore import events, options
 from ckptstore.background import Attempt, Background, Begin, SaveHandle, Told
 from ckptstore.caring import Caring
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.chunks import CHUNK_SIZE
-from ckptstore.errors import (
-    CorruptionError,
-    EpochNotFoundError,
-    ObjectNotFoundError,
-)
+from ckptstore.errors import CorruptionError
 from ckptstore.failures import MAX_FAILURES, Failures, OnError
 from ckptstore.fence import Fence
 from ckptstore.flights import Flights
@@ -34,6 +31,7 @@ from ckptstore.removing import Removing
 from ckptstore.rescue import Preflights, Rescue, Work
 from ckptstore.stores import Store
 from ckptstore.stores.reserve import ReserveStore
+from ckptstore.telling import SaveWatch, timestamp
 from ckptstore.transaction import Plan, Transaction
 from ckptstore.tree import FlatState
 from ckptstore.writer import Tally
@@ -60,6 +58,7 @@ class Repository(Removing, Caring, Preflights, Portable):
         on_error: OnError = "raise",
         max_failures: int = MAX_FAILURES,
         every: Mapping[str, int] | None = None,
+        on_event: events.Callback | events.Listener | None = None,
         passport: Passport | None = None,
     ) -> None:
         self.store = store
@@ -74,6 +73,7 @@ class Repository(Removing, Caring, Preflights, Portable):
         reserve = ReserveStore(store)
         self._catalog = Catalog(reserve)
         self._fence = Fence(self._catalog, options.check_run_id(run_id))
+        self._events = events.Emitter(self.url, run_id, events.listener_of(on_event))
         self._pace = Pace()
         self._reclaim = Reclaim(self._catalog, self._prune, self._keep, options.check_on_full(on_full))
         on_error, max_failures = options.check_on_error(on_error), options.check_max_failures(max_failures)
@@ -140,6 +140,7 @@ class Repository(Removing, Caring, Preflights, Portable):
             StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
             TransactionError: the attempt was cut off; save again.
         """
+        begun = time.perf_counter()
         options.check_flag("replace", replace)
         number, skeleton = check_epoch(epoch), options.check_metadata(metadata)
         Meter(progress, 0)  # refuses what cannot be called
@@ -155,7 +156,7 @@ class Repository(Removing, Caring, Preflights, Portable):
             return checkpoint
 
         with self._flights.call():
-            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt, left_out))
+            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt, left_out, begun))
         return outcome if isinstance(outcome, Checkpoint) else None
 
     def save_async(
@@ -182,6 +183,7 @@ class Repository(Removing, Caring, Preflights, Portable):
             BusyError: an earlier one is in flight, and ``when_busy`` is "error".
             Exception: that of an earlier background save, if nobody has asked for it.
         """
+        begun = time.perf_counter()
         options.check_when_busy(when_busy)
         options.check_flag("replace", replace)
         number = check_epoch(epoch)
@@ -191,19 +193,25 @@ class Repository(Removing, Caring, Preflights, Portable):
         Meter(progress, 0)
 
         def save(flats: dict[str, FlatState], attempt: Attempt) -> Checkpoint | Exception:
-            work = Work(number, skeleton, replace, progress, flats, attempt, left_out)
+            held = time.perf_counter() - begun  # until now: the trainer goes on as this thread begins
+            work = Work(number, skeleton, replace, progress, flats, attempt, left_out, begun, held)
             return self._save(work, self._background_cores)
 
-        return self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
+        handle = self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
+        if handle.skipped:
+            self._events.tell(events.SaveSkipped, epoch=number)
+        return handle
 
     def _save(self, work: Work, cores: int | None = None) -> Checkpoint | Exception:
         """See a save through. An error in place of the checkpoint was forgiven."""
 
+        watch = SaveWatch(self._events, work.epoch, options.bytes_of(work.flats), work.begun, work.held)
+
         def begin(total: int, told: Told) -> Transaction:
             meter = Meter(work.progress, total)
-            return self._begin(work.epoch, work.metadata, work.replace, meter, cores, told, work.left_out)
+            return self._begin(work.epoch, work.metadata, work.replace, meter, watch, cores, told, work.left_out)
 
-        return self._rescue.save(begin, work)
+        return self._rescue.save(begin, work, watch.failed)
 
     def begin(
         self,
@@ -225,7 +233,9 @@ class Repository(Removing, Caring, Preflights, Portable):
         number = check_epoch(epoch)
         skeleton = options.check_metadata(metadata)
         self._background.settle()
-        return self._rescue.begin(lambda: self._begin(number, skeleton, replace, Meter(progress, total)))
+        meter = Meter(progress, total)
+        watch = SaveWatch(self._events, number, 0, time.perf_counter())
+        return self._rescue.begin(lambda: self._begin(number, skeleton, replace, meter, watch), watch.failed)
 
     def _begin(
         self,
@@ -233,6 +243,7 @@ class Repository(Removing, Caring, Preflights, Portable):
         metadata: Any,
         replace: bool,
         meter: Meter,
+        watch: SaveWatch,
         cores: int | None = None,
         told: Told = lambda: None,
         left_out: Mapping[str, str] = MappingProxyType({}),
@@ -246,7 +257,7 @@ class Repository(Removing, Caring, Preflights, Portable):
             self._foundation.require(restore=True)
         form = self._chunk_size, self._codec, self.id, self._fence
         plan = Plan(epoch, metadata, replace, *form, cores, self._pace, left_out)
-        txn = Transaction(self._catalog, plan, commits, partial(self._committed, told), meter)
+        txn = Transaction(self._catalog, plan, commits, partial(self._committed, told, watch), meter)
         self._flights.add(txn)
         return txn
 
@@ -284,6 +295,8 @@ class Repository(Removing, Caring, Preflights, Portable):
         if manifest is not None:
             for step in skipped:
                 log.warning("skipped %s", step)
+                self._events.tell(events.DamageFound, epoch=step.epoch, key=step.key, reason=step.reason)
+            self._events.tell(events.NewestFound, epoch=manifest.epoch, committed_at=timestamp(manifest.created))
             self._failures.note(manifest.epoch, manifest.created)
             return self._checkpoint(manifest, skipped=skipped)
         if skipped:
@@ -303,17 +316,7 @@ class Repository(Removing, Caring, Preflights, Portable):
             EpochNotFoundError: there is none.
             CorruptionError: its manifest is damaged.
         """
-        number = check_epoch(epoch)
-        for _ in range(3):  # a generation may be replaced between the listing and the read
-            commits = self._catalog.committed(number)
-            if not commits:
-                continue
-            try:
-                return self._checkpoint(self._catalog.manifest(commits[-1]))
-            except ObjectNotFoundError:
-                continue
-        self._foundation.require()
-        raise EpochNotFoundError(f"there is no epoch {number} in {self.url}", epoch=number)
+        return self._checkpoint(self._newest(check_epoch(epoch)))
 
     def epochs(self) -> list[int]:
         """The numbers of all committed epochs, ascending. One listing."""
@@ -335,6 +338,7 @@ class Repository(Removing, Caring, Preflights, Portable):
         self._background.close()
         self._failures.last_words()
         self.store.close()
+        self._events.flush()
         self._background.surface()
 
     def __enter__(self) -> Repository:
@@ -360,24 +364,32 @@ class Repository(Removing, Caring, Preflights, Portable):
             manifest,
             skipped=skipped,
             report=report,
-            on_load=self._mark_resumed,
+            on_load=self._loaded,
+            on_damage=self._damaged,
             again=self._checkpoint,
         )
 
-    def _mark_resumed(self, epoch: int) -> None:
+    def _loaded(self, epoch: int, nbytes: int, seconds: float) -> None:
         if not self._has_saved:
             self._resumed.add(epoch)
+        self._events.tell(events.RestoreDone, epoch=epoch, nbytes=nbytes, seconds=seconds)
 
-    def _committed(self, told: Told, manifest: Manifest, tally: Tally) -> Checkpoint:
+    def _damaged(self, error: CorruptionError) -> None:
+        self._events.tell(events.DamageFound, epoch=error.epoch, key=error.key or "", reason=error.message)
+
+    def _committed(self, told: Told, watch: SaveWatch, manifest: Manifest, tally: Tally) -> Checkpoint:
         """A save has committed. Only now may retention run, and it cannot fail the save (P5)."""
         told()
         self._has_saved = True
         self._failures.note(manifest.epoch, manifest.created)
-        if self._keep is not None:
-            try:
-                self.prune(self._keep, deep=False)
-            except BaseException as error:  # whatever it is, also in a policy of the user's: the epoch is committed
-                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                    raise  # Ctrl-C, or a signal handler that ends the program
-                log.warning("epoch %d is committed; pruning failed and will be tried again: %r", manifest.epoch, error)
+        pruned = 0
+        try:
+            if self._keep is not None:
+                pruned = len(self.prune(self._keep, deep=False).removed)
+        except BaseException as error:  # whatever it is, also in a policy of the user's: the epoch is committed
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, or a signal handler that ends the program
+            log.warning("epoch %d is committed; pruning failed and will be tried again: %r", manifest.epoch, error)
+        finally:
+            watch.committed(manifest, tally, pruned)
         return self._checkpoint(manifest, report=tally)

@@ -43,6 +43,8 @@ class Work:
     flats: Mapping[str, FlatState]
     attempt: Attempt
     left_out: Mapping[str, str]
+    begun: float = 0.0  # when the trainer called, as time.perf_counter says it
+    held: float | None = None  # how long that held it, where the save goes on in the background
 
 
 class Rescue:
@@ -68,16 +70,22 @@ class Rescue:
         self.failures = failures
         self.spill: Spill | None = None
 
-    def save(self, begin: Begin, work: Work) -> Checkpoint | Exception:
+    def save(
+        self, begin: Begin, work: Work, on_failure: Callable[[BaseException], None] = lambda error: None
+    ) -> Checkpoint | Exception:
         """The committed checkpoint, or the error, if the run is to go on without it.
+
+        Args:
+            on_failure: told how it failed here, whatever is done about that.
 
         Raises:
             Exception: what cannot be forgiven.
         """
         try:
             checkpoint = self._save(begin, work)
-        except Exception as error:
-            if not is_of_the_store(error):
+        except BaseException as error:
+            on_failure(error)
+            if not isinstance(error, Exception) or not is_of_the_store(error):
                 raise
             spilled = self.spill(work, error) if self.spill is not None else None
             if spilled is not None:
@@ -93,15 +101,20 @@ class Rescue:
         self._reserve.make()
         return checkpoint
 
-    def begin(self, begin: Callable[[], Transaction]) -> Transaction:
+    def begin(
+        self, begin: Callable[[], Transaction], on_failure: Callable[[BaseException], None] = lambda error: None
+    ) -> Transaction:
         """A transaction that is written record by record: it cannot be tried again, but it cleans up, and says why."""
         self._reserve.make()
         try:
             txn = begin()
-        except StoreFullError as error:
-            self._explain(error, None)
+        except BaseException as error:
+            if isinstance(error, StoreFullError):
+                self._explain(error, None)
+            on_failure(error)
             raise
         txn.on_full = self._after_full
+        txn.on_failure = on_failure
         return txn
 
     def _after_full(self, error: StoreFullError, epoch: int) -> None:

@@ -80,6 +80,7 @@ class Transaction:
         self._pid = os.getpid()
         self._names: set[str] = set()
         self.on_full: Callable[[StoreFullError, int], None] | None = None  # told when all of it has been cleaned up
+        self.on_failure: Callable[[BaseException], None] = lambda error: None  # told, where it ends uncommitted
         self._state = "open"
         self._abandoned = False
         self.ended = False
@@ -289,6 +290,7 @@ class Transaction:
             self._writer.close()
             self._lease.stop()
             remove_attempt(self._catalog, self._attempt, "its save was aborted")
+            self.on_failure(TransactionError(f"epoch {self.epoch} was aborted", epoch=self.epoch))
         self.ended = True
 
     def abandon(self) -> None:
@@ -312,6 +314,7 @@ class Transaction:
         if self._state in ("committed", "aborted"):
             self.ended = True
             return
+        self.on_failure(error)
         try:
             self._clean_up(error)
         except (CkptStoreError, OSError) as second:

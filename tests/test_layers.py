@@ -15,8 +15,8 @@ ROOF = 4
 ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by nobody
 FLOORS: dict[float, set[str]] = {
     0: {
-        "arrays", "chunks", "compare", "dtypes", "errors", "files", "garbage", "inplace", "jsonsize", "keys", "locks",
-        "manifest", "outline", "patience", "planes", "policies", "refusals", "skeleton", "tree",
+        "arrays", "chunks", "compare", "dtypes", "errors", "events", "files", "garbage", "inplace", "jsonsize", "keys",
+        "locks", "manifest", "outline", "patience", "planes", "policies", "refusals", "skeleton", "tree",
     },
     1: {"codecs", "pace", "pipeline", "pool", "staging", "stores", "throttle"},
     2: {"known", "writer", "reader"},
@@ -24,7 +24,7 @@ FLOORS: dict[float, set[str]] = {
         "background", "caring", "catalog", "checkpoint", "claim", "commit", "copying", "diff", "doctor", "exiting",
         "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options", "pickling",
         "pins", "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair", "repository",
-        "rescue", "retention", "spares", "spill", "sweep", "thinning", "transaction", "usage", "verify",
+        "rescue", "retention", "spares", "spill", "sweep", "telling", "thinning", "transaction", "usage", "verify",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},
@@ -32,7 +32,18 @@ FLOORS: dict[float, set[str]] = {
 
 # On the same floor a sibling may be imported, except of these: each stands alone.
 ALONE = {"testing", "", "__main__", "adapters", "cli"}
-FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "lightning", "pytorch_lightning", "transformers", "accelerate"}
+FRAMEWORKS = {
+    "prometheus_client",
+    "opentelemetry",
+    "torch",
+    "jax",
+    "jaxlib",
+    "flax",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "accelerate",
+}
 
 
 def part_of(module: str) -> str:

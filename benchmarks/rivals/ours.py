@@ -26,7 +26,7 @@ class Ckptstore(Rival):
 
     def prepare(self) -> None:
         self.log = OpLog()
-        self.repo = self.place.open(on_event=self.log, **self.arguments)
+        self.repo = self.place.open(on_request=self.log, **self.arguments)
         self.repo.latest()
         self.log.clear()
         self.saved: ckptstore.Checkpoint | None = None

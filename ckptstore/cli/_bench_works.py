@@ -108,7 +108,7 @@ def round_of(place: str, options: Mapping[str, Any], state: State, number: int, 
         finally:
             empty(store)
     log = OpLog()
-    with ckptstore.open(f"{place}/repo{number}", **options, on_event=log) as repo:
+    with ckptstore.open(f"{place}/repo{number}", **options, on_request=log) as repo:
         try:
             _repository(repo, log, state, found, bar)
         finally:

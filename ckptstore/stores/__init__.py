@@ -6,13 +6,14 @@ your own: anything that passes ``ckptstore.testing.StoreSuite`` will do.
 
 from __future__ import annotations
 
+from ckptstore.events import RetryEvent
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.limit import LimitStore
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.opening import open_store, probe_conditional_put
 from ckptstore.stores.remote import RemoteStore
-from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
+from ckptstore.stores.retry import RetryPolicy, RetryStore
 from ckptstore.stores.space import Space
 from ckptstore.stores.trace import OpLog, StoreEvent, TraceStore
 from ckptstore.stores.watch import WatchStore

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckptstore.errors import AccessError, InvalidArgumentError, ObjectExistsError
+from ckptstore.events import RetryEvent
 from ckptstore.keys import probe_key
 from ckptstore.stores.base import Store
 from ckptstore.stores.limit import LimitStore
@@ -17,7 +18,7 @@ from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
 from ckptstore.stores.remote import RemoteStore
 from ckptstore.stores.remote_errors import NotSupported
-from ckptstore.stores.retry import RetryEvent, RetryPolicy, RetryStore
+from ckptstore.stores.retry import RetryPolicy, RetryStore
 from ckptstore.stores.trace import StoreEvent, TraceStore
 from ckptstore.stores.watch import WatchStore
 
@@ -37,7 +38,7 @@ def open_store(
     retry: RetryPolicy | None = None,
     concurrency: int | None = None,
     unsafe_single_writer: bool = False,
-    on_event: Callable[[StoreEvent], None] | None = None,
+    on_request: Callable[[StoreEvent], None] | None = None,
     on_retry: Callable[[RetryEvent], object] | None = None,
     transport: str | None = None,
 ) -> Store:
@@ -50,33 +51,33 @@ def open_store(
         concurrency: how many requests at once; by default what the store takes with profit.
         unsafe_single_writer: do without conditional puts. Only for servers and mounts that lack them, and only where
             one process at a time writes.
-        on_event: told of every call, retries included.
+        on_request: told of every call, retries included.
         on_retry: told of every failed call that is tried again, before the wait.
         transport: "fsspec" or "obstore", for s3 and gs; by default the faster one that takes all options.
 
     Raises:
         InvalidArgumentError: the URL or an option makes no sense, or a library for it is not installed.
     """
-    _check_types(url, storage_options, retry, concurrency, on_event, on_retry)
+    _check_types(url, storage_options, retry, concurrency, on_request, on_retry)
     policy = retry or RetryPolicy()
     base = _base(os.fspath(url), storage_options, concurrency, unsafe_single_writer, transport)
     if isinstance(base, LocalStore):
         base = WatchStore(base, policy.hang)
     store: Store = LimitStore(base, base.traits.concurrency if concurrency is None else concurrency)
-    if on_event is not None:
-        store = TraceStore(store, on_event)
+    if on_request is not None:
+        store = TraceStore(store, on_request)
     return RetryStore(store, policy, on_retry=on_retry)
 
 
 def _check_types(
-    url: object, options: object, retry: object, concurrency: object, on_event: object, on_retry: object
+    url: object, options: object, retry: object, concurrency: object, on_request: object, on_retry: object
 ) -> None:
     checks = (
         ("url", url, isinstance(url, (str, os.PathLike)), SUPPORTED),
         ("storage_options", options, options is None or isinstance(options, Mapping), "a dict"),
         ("retry", retry, retry is None or isinstance(retry, RetryPolicy), "a RetryPolicy"),
         ("concurrency", concurrency, concurrency is None or type(concurrency) is int, "a whole number"),
-        ("on_event", on_event, on_event is None or callable(on_event), "a function"),
+        ("on_request", on_request, on_request is None or callable(on_request), "a function"),
         ("on_retry", on_retry, on_retry is None or callable(on_retry), "a function"),
     )
     for name, value, good, wanted in checks:

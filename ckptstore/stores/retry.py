@@ -16,7 +16,7 @@ from typing import Generic, NoReturn, TypeVar
 
 import tenacity
 
-from ckptstore import patience
+from ckptstore import events, patience
 from ckptstore.errors import (
     CkptStoreError,
     Failure,
@@ -26,6 +26,7 @@ from ckptstore.errors import (
     ThrottledError,
     TransientError,
 )
+from ckptstore.events import RetryEvent, failure_of
 from ckptstore.locks import ForkLock
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from ckptstore.stores.space import Space
@@ -93,31 +94,6 @@ class RetryPolicy:
             value = getattr(self, name)
             if not math.isfinite(value) or value < least:
                 raise InvalidArgumentError(f"RetryPolicy: {name} is {value!r}: use a finite number from {least}")
-
-
-@dataclass(frozen=True, slots=True)
-class RetryEvent:
-    """Attempt number ``attempt`` failed with ``error``; the next one starts in ``wait`` seconds.
-
-    ``seconds``: since the first attempt began. ``failure``: the class of the failure.
-    """
-
-    verb: str
-    key: str
-    error: BaseException
-    attempt: int
-    wait: float
-    seconds: float = 0.0
-
-    @property
-    def failure(self) -> Failure:
-        """The class of the failure, which decides the wait."""
-        return failure_of(self.error)
-
-
-def failure_of(error: BaseException) -> Failure:
-    """The class of a failure. Foreign exceptions are ``permanent``: nobody knows whether they pass."""
-    return error.failure if isinstance(error, CkptStoreError) else "permanent"
 
 
 def reports(record: Callable[[int, str], None] = log.log) -> Callable[[RetryEvent], None]:
@@ -308,8 +284,10 @@ class RetryStore(Store):
     def _tell(self, state: tenacity.RetryCallState) -> None:
         call = _call_of(state)
         assert call.error is not None
-        event = RetryEvent(call.verb, call.key, call.error, call.attempts, state.upcoming_sleep, call.seconds)
+        url = self.traits.url
+        event = RetryEvent(call.verb, call.key, call.error, call.attempts, state.upcoming_sleep, call.seconds, url)
         self._report(event)
+        events.emit(event)
         if self._on_retry is not None:
             try:
                 self._on_retry(event)

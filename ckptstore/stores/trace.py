@@ -35,11 +35,11 @@ class StoreEvent:
 
 
 class TraceStore(Store):
-    """Calls ``on_event`` after every call of ``inner``, in the thread of the caller. It must not raise."""
+    """Calls ``on_request`` after every call of ``inner``, in the thread of the caller. It must not raise."""
 
-    def __init__(self, inner: Store, on_event: Callable[[StoreEvent], None]) -> None:
+    def __init__(self, inner: Store, on_request: Callable[[StoreEvent], None]) -> None:
         self._inner = inner
-        self._on_event = on_event
+        self._on_request = on_request
 
     @property
     def inner(self) -> Store:
@@ -90,14 +90,14 @@ class TraceStore(Store):
 
     def _tell(self, event: StoreEvent) -> None:
         try:
-            self._on_event(event)
+            self._on_request(event)
         except Exception:
             # The call has had its effect: a listener that fails must not make it look as if it had not.
-            logging.getLogger("ckptstore").exception("on_event failed")
+            logging.getLogger("ckptstore").exception("on_request failed")
 
 
 class OpLog:
-    """Keeps the events of a TraceStore (pass it as ``on_event``) and adds them up. Thread-safe."""
+    """Keeps the events of a TraceStore (pass it as ``on_request``) and adds them up. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = ForkLock()

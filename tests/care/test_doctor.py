@@ -341,11 +341,12 @@ def test_gcs(gcs: Bucket) -> None:
     """A bucket of Google Cloud Storage, and its settings as the JSON API tells them."""
     from gcsfs.core import GCSFileSystem
 
-    diagnosis = examine(gcs.url(), gcs.storage_options, speed=False)
+    url = gcs.url()
+    diagnosis = examine(url, gcs.storage_options, speed=False)
     assert failed(diagnosis) == set()
     assert set(names(diagnosis)) >= {*EVERYWHERE, "old versions", "lifecycle rules"}
     assert "multipart leftovers" not in names(diagnosis)
-    assert GCSFileSystem(**gcs.storage_options, skip_instance_cache=True).find(gcs.name) == []
+    assert GCSFileSystem(**gcs.storage_options, skip_instance_cache=True).find(url.removeprefix("gs://")) == []
 
 
 def test_a_server_that_ignores_conditions(s3_no_conditions: Bucket) -> None:

@@ -249,7 +249,7 @@ def test_no_secrets_in_a_pickle(s3: Any, monkeypatch: pytest.MonkeyPatch, caplog
     """The pickle of a repository or checkpoint holds no secret; credentials come from the environment, or anew."""
     secrets = {"key": s3.storage_options["key"], "secret": s3.storage_options["secret"]}
     heard: list[Any] = []
-    with ckptstore.open(s3.url(), s3.storage_options, on_event=heard.append) as repo:
+    with ckptstore.open(s3.url(), s3.storage_options, on_request=heard.append) as repo:
         repo.save(1, tiny_state(1))
         pickles = [pickle.dumps(repo), pickle.dumps(repo.checkpoint(1))]
         for data in pickles:

@@ -182,7 +182,7 @@ def test_retention_cannot_fail_a_committed_save(tmp_path: Path) -> None:
     def listener(event: ckptstore.StoreEvent) -> None:
         raise RuntimeError("a mistake in a listener")
 
-    with ckptstore.open(tmp_path / "r", on_event=listener) as watched:
+    with ckptstore.open(tmp_path / "r", on_request=listener) as watched:
         assert watched.save(2, {"m": 2}).epoch == 2
 
 

@@ -506,7 +506,7 @@ def test_space_of_a_folder_yet_to_be_made(tmp_path: Path) -> None:
     assert there.block == here.block
     assert (there.files or 0) > 0
     assert MemoryStore().space() is None
-    wrapped = open_store(tmp_path, on_event=lambda _: None).space()
+    wrapped = open_store(tmp_path, on_request=lambda _: None).space()
     assert wrapped is not None
     assert wrapped.block == here.block
 

@@ -169,7 +169,7 @@ def test_wrappers() -> None:
     """The wrappers stand in this order, retries outermost: a sleeping retry holds no slot."""
     name = "memory://test-wrappers"
     assert stack(open_store(name)) == [RetryStore, LimitStore, MemoryStore]
-    assert stack(open_store(name, on_event=OpLog())) == [RetryStore, TraceStore, LimitStore, MemoryStore]
+    assert stack(open_store(name, on_request=OpLog())) == [RetryStore, TraceStore, LimitStore, MemoryStore]
     assert stack(open_store("/tmp/x"))[-1] is LocalStore
     assert stack(open_store("s3://bucket", storage_options=OPTIONS))[-1] is RemoteStore
 
@@ -177,7 +177,7 @@ def test_wrappers() -> None:
 def test_arguments(tmp_path: Path) -> None:
     """Concurrency, retry policy, observer and single-writer mode reach the stores that they are for."""
     log = OpLog()
-    with open_store(tmp_path, concurrency=3, on_event=log) as store:
+    with open_store(tmp_path, concurrency=3, on_request=log) as store:
         assert store.traits.concurrency == 3
         store.put("a/1", b"x")
     assert log.count("put") == 1

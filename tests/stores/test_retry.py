@@ -34,10 +34,11 @@ from ckptstore.errors import (
     ThrottledError,
     TransientError,
 )
+from ckptstore.events import RetryEvent, failure_of
 from ckptstore.stores.base import Body, ObjectInfo, Store
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
-from ckptstore.stores.retry import TREATMENTS, RetryEvent, RetryPolicy, RetryStore, failure_of, reports
+from ckptstore.stores.retry import TREATMENTS, RetryPolicy, RetryStore, reports
 from ckptstore.testing.faults import Fault, FaultStore
 
 VERBS: dict[str, Callable[[Store], object]] = {

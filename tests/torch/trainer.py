@@ -118,7 +118,7 @@ def main(url: str, options: str, dtype: str, result: str) -> None:
     deterministic()
     run = Run(dtype)
     with ckptstore.open(
-        url, storage_options=json.loads(options) or None, on_event=lambda event: tell(f"request {event.verb}")
+        url, storage_options=json.loads(options) or None, on_request=lambda event: tell(f"request {event.verb}")
     ) as repository:
         checkpoint = repository.latest(deep=True)
         if checkpoint is not None:
