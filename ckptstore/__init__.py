@@ -36,6 +36,7 @@ from ckptstore.errors import (
     ThrottledError,
     TransactionError,
     TransientError,
+    UnsafeFileError,
 )
 from ckptstore.mirror import EpochCopy, MirrorReport
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
@@ -129,6 +130,7 @@ __all__ = [
     "Transaction",
     "TransactionError",
     "TransientError",
+    "UnsafeFileError",
     "Usage",
     "ValueDiff",
     "VerifyReport",

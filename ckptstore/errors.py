@@ -13,6 +13,7 @@
     │   └── ObjectExistsError                 the key already holds other bytes
     ├── CorruptionError                       stored bytes are not what was written: use another epoch
     ├── FormatError (ValueError)              well-formed, but not for this version: upgrade
+    │   └── UnsafeFileError                   a file that only code of its own could read: nothing was run
     ├── InvalidArgumentError (ValueError)     a URL, option, epoch or policy that makes no sense
     ├── InvalidRecordError (TypeError)        a value that cannot be stored exactly
     ├── BusyError                             a background save is in flight: wait for it
@@ -132,6 +133,10 @@ class CorruptionError(CkptStoreError):
 
 class FormatError(CkptStoreError, ValueError):
     """Data of a format that this version does not read, or a place that is no repository."""
+
+
+class UnsafeFileError(FormatError):
+    """A file of another program that holds objects which only their own code could rebuild. Nothing of it was run."""
 
 
 class InvalidArgumentError(CkptStoreError, ValueError):
