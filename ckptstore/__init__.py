@@ -65,6 +65,7 @@ from ckptstore.sweep import Removal
 from ckptstore.transaction import Transaction
 from ckptstore.usage import EpochUsage, Usage
 from ckptstore.verify import EpochHealth, VerifyReport
+from ckptstore.watching import Finding, import_files, watch
 from ckptstore.writer import Tally
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ __all__ = [
     "EpochRepair",
     "EpochUsage",
     "FencedError",
+    "Finding",
     "FormatError",
     "GcReport",
     "InvalidArgumentError",
@@ -134,9 +136,11 @@ __all__ = [
     "Usage",
     "ValueDiff",
     "VerifyReport",
+    "import_files",
     "on_preemption",
     "open",
     "parse_policy",
+    "watch",
 ]
 
 

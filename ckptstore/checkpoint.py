@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from ckptstore.errors import (
     StoreError,
     StoreFullError,
 )
+from ckptstore.files import FileSource, same_bytes
 from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.reader import Part, load_arrays, read_chunk, read_chunks
@@ -188,6 +189,21 @@ class Checkpoint:
             index = self._catalog.index(entry)
             _write_aside(Path(path), lambda fd: self._copy(index, fd, progress))
         self._on_load(self.epoch, entry.bytes_state, time.perf_counter() - begun)
+
+    def holds_file(self, name: str, path: str | os.PathLike[str] | FileSource) -> bool:
+        """Whether a file record has just the bytes of this file, by its digests: the record's bytes are not fetched.
+
+        Raises:
+            RecordNotFoundError: no such record.
+            NotFoundError, InvalidRecordError: no such file, or it cannot be read.
+        """
+        entry = self._entry(name)
+        if entry.kind != "file":
+            return False
+        with self._reading():
+            index = self._catalog.index(entry)
+        with nullcontext(path) if isinstance(path, FileSource) else FileSource(Path(path)) as source:
+            return same_bytes(source, index)
 
     def file_name(self, name: str) -> str:
         """The name that a file record had where it came from."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +32,7 @@ from ckptstore.errors import (
     TransactionError,
 )
 from ckptstore.fence import Fence
+from ckptstore.files import FileSource
 from ckptstore.lease import HeldLease
 from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, writer_version
 from ckptstore.pace import Pace
@@ -166,8 +168,11 @@ class Transaction:
                 epoch=self.epoch,
             )
 
-    def write_file(self, name: str, path: str | os.PathLike[str]) -> None:
+    def write_file(self, name: str, path: str | os.PathLike[str] | FileSource) -> None:
         """Write one record from a file: the bytes of any file of any trainer.
+
+        Args:
+            path: the file, or one that is open already: that stays open.
 
         Raises:
             NotFoundError: no such file.
@@ -175,7 +180,12 @@ class Transaction:
             StoreError, TransactionError: as ``write``.
         """
         self._check_open(name)
-        self._run(name, lambda: self._writer.write_file(name, Path(path)))
+
+        def write() -> None:
+            with nullcontext(path) if isinstance(path, FileSource) else FileSource(Path(path)) as source:
+                self._writer.write_file(name, source)
+
+        self._run(name, write)
 
     def _run(self, name: str, write: Any) -> None:
         try:

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from ckptstore import garbage
@@ -136,13 +135,12 @@ class RecordWriter:
         """Write a flattened state."""
         self._write(name, "state", flat.skeleton, flat.arrays)
 
-    def write_file(self, name: str, path: Path) -> None:
+    def write_file(self, name: str, source: FileSource) -> None:
         """Write a file's bytes. Raises InvalidRecordError if it changes meanwhile."""
-        with FileSource(path) as source:
-            name_of_file = path.name.encode("utf-8", "backslashreplace").decode()
-            skeleton = {"file": name_of_file, "size": source.nbytes}
-            self._write(name, "file", skeleton, [source])
-            source.check_unchanged()
+        name_of_file = source.path.name.encode("utf-8", "backslashreplace").decode()
+        skeleton = {"file": name_of_file, "size": source.nbytes}
+        self._write(name, "file", skeleton, [source])
+        source.check_unchanged()
 
     def settle(self) -> list[RecordEntry]:
         """Wait for all puts, then write the indexes. Returns the entries for the manifest, in order of writing."""

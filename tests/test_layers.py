@@ -25,6 +25,7 @@ FLOORS: dict[float, set[str]] = {
         "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options", "pickling",
         "pins", "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair", "repository",
         "rescue", "retention", "spares", "spill", "sweep", "telling", "thinning", "transaction", "usage", "verify",
+        "watching",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

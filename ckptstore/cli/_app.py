@@ -21,6 +21,7 @@ from ckptstore.cli.demo import demo
 from ckptstore.cli.diff import diff
 from ckptstore.cli.doctor import doctor
 from ckptstore.cli.du import du
+from ckptstore.cli.import_ import import_
 from ckptstore.cli.ls import ls
 from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
@@ -32,6 +33,7 @@ from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
 from ckptstore.cli.show import show
 from ckptstore.cli.verify import verify
+from ckptstore.cli.watch import watch
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
@@ -97,12 +99,14 @@ app = typer.Typer(
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
     *(repair, quarantine, mirror, cp, du, diff),
+    *(import_, watch),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:
     # Typer keeps the line breaks of a docstring; a terminal has its own width.
     _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs))(_command)
+    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
+    app.command(_command.__name__.rstrip("_"), help=_help)(_command)
 
 
 def _show_version(value: bool) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from ckptstore.watching.origin import KEY
+
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -49,7 +51,7 @@ def clean(text: str) -> str:
 
 def brief(metadata: Mapping[str, Any]) -> str:
     """Metadata in one short line: ``loss=2.31, tokens=40960``."""
-    return ", ".join(f"{clean(key)}={_value(value)}" for key, value in metadata.items())
+    return ", ".join(f"{clean(key)}={_value(value)}" for key, value in metadata.items() if key != KEY)
 
 
 def _value(value: Any) -> str:
@@ -86,6 +88,6 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-def to_json(value: Any) -> str:
-    """Strict JSON in ASCII, for every terminal and every parser."""
-    return json.dumps(plain(value), indent=2, allow_nan=False)
+def to_json(value: Any, *, line: bool = False) -> str:
+    """Strict JSON in ASCII, for every terminal and every parser; in one line, for a stream of such."""
+    return json.dumps(plain(value), indent=None if line else 2, allow_nan=False)

@@ -32,6 +32,7 @@ from ckptstore.cli._common import (
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli.show import pick
 from ckptstore.errors import AlreadyExistsError, CorruptionError, InvalidArgumentError, RecordNotFoundError
+from ckptstore.watching.origin import origin_of
 
 _To = Annotated[Path, typer.Option("--to", metavar="DIR", show_default=False, help="The folder, made if need be.")]
 _Epoch = Annotated[
@@ -58,7 +59,8 @@ def restore(
 ) -> None:
     """Write the file records of a checkpoint into a folder, each under the name its file had.
 
-    Every byte is verified before a file appears under its name; existing files are refused, not overwritten. Without
+    Every byte is verified before a file appears under its name; existing files are refused, not overwritten. What
+    [cyan]watch[/cyan] and [cyan]import[/cyan] took from a folder comes back under its path there. Without
     [cyan]--epoch[/cyan] it steps back over damaged epochs and says so. States (saved from Python) are no files: load
     them in Python.
 
@@ -119,8 +121,10 @@ def _choose(repo: Repository, ckpt: Checkpoint, wanted: Sequence[str] | None, to
         )
     files_of: dict[str, Path] = {}
     owner: dict[str, str] = {}
+    origin = origin_of(ckpt.metadata)
+    paths = origin.paths if origin is not None else {}
     for name in names:
-        file = _file_name(ckpt, name)
+        file = paths.get(name) or _file_name(ckpt, name)
         if file in owner:
             raise InvalidArgumentError(
                 f"records {owner[file]!r} and {name!r} were both files named {clean(file)!r}: restore them one by one, "
@@ -154,6 +158,7 @@ def _write(ckpt: Checkpoint, files: dict[str, Path], to: Path, force: bool) -> N
             ckpt.read_file(name, aside / str(number), _shifted(move, before, total))
             before += ckpt.records[name].bytes_state
         for number, path in enumerate(files.values()):
+            path.parent.mkdir(parents=True, exist_ok=True)
             _place(aside / str(number), path, force)
 
 

@@ -1,0 +1,108 @@
+"""``ckptstore import``: what a trainer has left becomes a repository."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ckptstore import Finding, Repository, RepositoryNotFoundError, import_files
+from ckptstore.cli import _trainer
+from ckptstore.cli._common import (
+    Debug,
+    DryRun,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    checked_epoch,
+    open_repository,
+    out,
+    print_json,
+    progress_bar,
+)
+from ckptstore.cli._format import clean, to_json
+from ckptstore.cli._trainer import AcceptUnproven, Layout, Need, Pattern, ReplaceForeign
+
+_CONFLICT, _CORRUPT = 1, 4
+_Path = Annotated[
+    Path, typer.Argument(metavar="PATH", show_default=False, help="A folder of checkpoints, or one file.")
+]
+_Epoch = Annotated[
+    int | None,
+    typer.Option("--epoch", metavar="N", show_default=False, help="Only this epoch; of a file: import it as this one."),
+]
+
+
+def import_(
+    path: _Path,
+    url: Url,
+    epoch: _Epoch = None,
+    layout: Layout = None,
+    pattern: Pattern = None,
+    need: Need = None,
+    replace: ReplaceForeign = False,
+    accept_unproven: AcceptUnproven = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    option: Options = None,
+    unsafe: Unsafe = False,
+    debug: Debug = False,
+) -> None:
+    """Take over the checkpoints that a trainer has left in a folder: each file bit for bit, the oldest epoch first.
+
+    Knows the names of burn (model-7.mpk.gz, ...), Hugging Face (checkpoint-7/), Lightning (epoch=3-step=7.ckpt) and
+    numbered files (model-7.pt, model-7.safetensors, ...). Epochs that are there already are skipped, files that are
+    not whole are refused (exit code 4). For a folder that is still being written to there is [cyan]watch[/cyan].
+
+    Example: [cyan]ckptstore import artifacts/ s3://runs/burn --dry-run[/cyan]
+    """
+    number = checked_epoch(epoch)
+
+    def tell(finding: Finding) -> None:
+        if not json:
+            _trainer.tell(finding, json)
+
+    with _repository(url, option, unsafe, dry_run) as repo, progress_bar("importing") as move:
+        findings = import_files(
+            path,
+            repo,
+            epoch=number,
+            layout=layout,
+            pattern=pattern,
+            need=_trainer.names(need),
+            replace=replace,
+            accept_unproven=accept_unproven,
+            dry_run=dry_run,
+            on_finding=tell,
+            progress=move,
+        )
+        shown = url if repo.url.startswith("memory:") else repo.url
+        kinds = {finding.kind for finding in findings}
+        if json:
+            facts = {"url": shown, "dry_run": dry_run, "ok": not kinds & {"torn", "conflict", "waiting", "changing"}}
+            print_json(to_json({**facts, "epochs": [_trainer.as_json(finding) for finding in findings]}))
+        else:
+            out().print(Text(f"{clean(shown)}: {_trainer.counted(findings)}"))
+    _exit(kinds)
+
+
+def _repository(url: str, option: list[str] | None, unsafe: bool, dry_run: bool) -> Repository:
+    """The one to import to; a dry run makes none, and where there is none it takes an empty one."""
+    try:
+        return open_repository(url, option, unsafe, create=not dry_run)
+    except RepositoryNotFoundError:
+        if not dry_run:
+            raise
+        return open_repository(f"memory://import-{uuid.uuid4().hex}", None, False, create=True)
+
+
+def _exit(kinds: Collection[str]) -> None:
+    if "torn" in kinds:
+        raise typer.Exit(_CORRUPT)
+    if {"conflict", "waiting", "changing"} & set(kinds):
+        raise typer.Exit(_CONFLICT)

@@ -1,0 +1,102 @@
+"""What has been seen of a folder: which files have stopped changing, and for how long."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptstore.files import Identity
+from ckptstore.watching.layouts import EpochFiles
+
+
+@dataclass(slots=True)
+class Seen:
+    """One epoch, as of the last look.
+
+    Attributes:
+        identities: of each record's file.
+        still: since when (by the caller's clock, in seconds) all of it has looked as it does now.
+        written: when each record was last seen to have changed; a record that goes does not change the others.
+        ever: names of all records that have been seen of it.
+    """
+
+    files: EpochFiles
+    identities: dict[str, Identity]
+    still: float
+    written: dict[str, float]
+    ever: set[str] = field(default_factory=set)
+
+
+class Looks:
+    """The memory of a folder, look by look."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.epochs: dict[int, Seen] = {}
+        """What there was at the last look, by epoch, ascending."""
+
+    def look(self, found: Iterable[EpochFiles], now: float) -> None:
+        """Look again. An epoch whose files are not what they were begins to be still anew."""
+        epochs: dict[int, Seen] = {}
+        for files in found:
+            identities: dict[str, Identity] = {}
+            for record, path in files.files.items():
+                identity = self._identity(path)
+                if identity is not None:
+                    identities[record] = identity
+            if not identities:
+                continue
+            epochs[files.epoch] = _seen(files, identities, self.epochs.get(files.epoch), now)
+        self.epochs = epochs
+
+    def disturb(self, epoch: int, now: float) -> None:
+        """It was found to be other than at the last look: it has not been still."""
+        self.epochs[epoch].still = now
+
+    def being_written(self, epoch: int, since: float) -> int | None:
+        """An earlier epoch of which a record that this one has as well has changed after ``since``."""
+        mine = self.epochs[epoch].identities
+        for number, seen in self.epochs.items():
+            if number < epoch and any(name in mine and when > since for name, when in seen.written.items()):
+                return number
+        return None
+
+    def stale(self, epoch: int) -> frozenset[str]:
+        """Records of an epoch that are older than the same record of an earlier one: left from an earlier life."""
+        mine = self.epochs[epoch].identities
+        found = set()
+        for number, other in self.epochs.items():
+            if number < epoch:
+                later = {name for name, one in other.identities.items() if name in mine}
+                found |= {name for name in later if other.identities[name].mtime_ns > mine[name].mtime_ns}
+        return frozenset(found)
+
+    def gone_on(self, epoch: int) -> bool:
+        """Whether the trainer has begun a later epoch after all that there is of this one."""
+        newest = max(one.mtime_ns for one in self.epochs[epoch].identities.values())
+        later = (seen.identities for number, seen in self.epochs.items() if number > epoch)
+        return any(one.mtime_ns > newest for identities in later for one in identities.values())
+
+    def _identity(self, path: str) -> Identity | None:
+        """Asked for by opening it: a network mount answers ``stat`` from a cache, for up to a minute."""
+        try:
+            fd = os.open(self._folder / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # just deleted; or not to be read, and then it can be no part of an epoch
+            return None
+        try:
+            return Identity.of(os.fstat(fd))
+        finally:
+            os.close(fd)
+
+
+def _seen(files: EpochFiles, identities: dict[str, Identity], before: Seen | None, now: float) -> Seen:
+    if before is None:
+        return Seen(files, identities, now, dict.fromkeys(identities, now), set(identities))
+    same = before.identities == identities and before.files == files
+    written = {
+        name: before.written[name] if before.identities.get(name) == identity else now
+        for name, identity in identities.items()
+    }
+    return Seen(files, identities, before.still if same else now, written, before.ever | set(identities))
