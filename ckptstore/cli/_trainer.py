@@ -51,7 +51,8 @@ AcceptUnproven = Annotated[
         help="Take a file whose format cannot prove that it is whole for whole when it is still.",
     ),
 ]
-_STYLES = {"saved": "green", "replaced": "green", "due": "green", "torn": "bold red", "conflict": "bold red"}
+BAD = frozenset({"torn", "refused", "conflict"})
+_STYLES = {**dict.fromkeys(("saved", "replaced", "due"), "green"), **dict.fromkeys(BAD, "bold red")}
 
 
 def names(text: str | None) -> list[str]:

@@ -27,14 +27,19 @@ from ckptstore.cli._common import (
 )
 from ckptstore.cli._format import clean, to_json
 from ckptstore.cli._trainer import AcceptUnproven, Layout, Need, Pattern, ReplaceForeign
+from ckptstore.options import check_choice
 
 _CONFLICT, _CORRUPT = 1, 4
+_NOT_IMPORTED = _trainer.BAD | {"waiting", "changing"}
 _Path = Annotated[
     Path, typer.Argument(metavar="PATH", show_default=False, help="A folder of checkpoints, or one file.")
 ]
 _Epoch = Annotated[
     int | None,
     typer.Option("--epoch", metavar="N", show_default=False, help="Only this epoch; of a file: import it as this one."),
+]
+_As = Annotated[
+    str, typer.Option("--as", metavar="KIND", help="What is stored: the files, or the arrays that are in them.")
 ]
 
 
@@ -47,13 +52,17 @@ def import_(
     need: Need = None,
     replace: ReplaceForeign = False,
     accept_unproven: AcceptUnproven = False,
+    as_: _As = "files",
     dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
     debug: Debug = False,
 ) -> None:
-    """Take over the checkpoints that a trainer has left in a folder: each file bit for bit, the oldest epoch first.
+    """Take over the checkpoints that a trainer has left in a folder, the oldest epoch first.
+
+    By default each file is stored bit for bit, and [cyan]restore[/cyan] puts it back under its name. --as arrays stores
+    what is in files of torch, safetensors and NumPy instead: then it can be loaded in parts and compared.
 
     Knows the names of burn (model-7.mpk.gz, ...), Hugging Face (checkpoint-7/), Lightning (epoch=3-step=7.ckpt) and
     numbered files (model-7.pt, model-7.safetensors, ...). Epochs that are there already are skipped, files that are
@@ -78,13 +87,14 @@ def import_(
             replace=replace,
             accept_unproven=accept_unproven,
             dry_run=dry_run,
+            arrays=check_choice("--as", as_, ("files", "arrays")) == "arrays",
             on_finding=tell,
             progress=move,
         )
         shown = url if repo.url.startswith("memory:") else repo.url
         kinds = {finding.kind for finding in findings}
         if json:
-            facts = {"url": shown, "dry_run": dry_run, "ok": not kinds & {"torn", "conflict", "waiting", "changing"}}
+            facts = {"url": shown, "dry_run": dry_run, "ok": not kinds & _NOT_IMPORTED}
             print_json(to_json({**facts, "epochs": [_trainer.as_json(finding) for finding in findings]}))
         else:
             out().print(Text(f"{clean(shown)}: {_trainer.counted(findings)}"))
@@ -104,5 +114,5 @@ def _repository(url: str, option: list[str] | None, unsafe: bool, dry_run: bool)
 def _exit(kinds: Collection[str]) -> None:
     if "torn" in kinds:
         raise typer.Exit(_CORRUPT)
-    if {"conflict", "waiting", "changing"} & set(kinds):
+    if _NOT_IMPORTED & set(kinds):
         raise typer.Exit(_CONFLICT)

@@ -109,12 +109,13 @@ def import_files(
     replace: bool = False,
     accept_unproven: bool = False,
     dry_run: bool = False,
+    arrays: bool = False,
     on_finding: Callable[[Finding], object] | None = None,
     progress: Progress | None = None,
 ) -> list[Finding]:
     """Take over what a trainer has left: a file, or all epochs of a folder, the oldest first. What is there is skipped.
 
-    For folders that nobody writes to; ``watch`` is for the others. Files that are not whole are refused (kind "torn"),
+    For folders that nobody writes to; ``watch`` is for the others. Files that are not whole are left out (kind "torn"),
     and the others go on.
 
     Args:
@@ -122,6 +123,8 @@ def import_files(
         epoch: only this one; of a file: the number to import it as, by default that in its name.
         layout, pattern, need, replace, accept_unproven, on_finding, progress: as for ``watch``.
         dry_run: only say what would be done: kind "due".
+        arrays: store what is in the files (torch, safetensors, npz, as ``formats.read`` reads them) and not the files:
+            then it can be loaded in parts and compared, but not be put back bit for bit.
 
     Returns:
         What became of each epoch.
@@ -135,7 +138,7 @@ def import_files(
     if not place.exists():
         raise NotFoundError(f"{place} does not exist: nothing to import")
     folder = place if place.is_dir() else place.parent
-    rules = _rules(need, quiet=0.0, replace=replace, accept_unproven=accept_unproven, dry_run=dry_run)
+    rules = _rules(need, quiet=0.0, replace=replace, accept_unproven=accept_unproven, dry_run=dry_run, arrays=arrays)
     layouts = layout_of(layout, pattern)
     find_all = partial(find, folder, layouts) if folder is place else lambda: (None, [of_file(place, epoch, layouts)])
     found = find_all()

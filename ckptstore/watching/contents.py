@@ -10,6 +10,7 @@ import io
 import os
 import re
 import struct
+import tokenize
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,7 +157,13 @@ def _numpy(source: FileSource) -> bool:
         if version not in read:
             return False
         shape, _, dtype = read[version](head)
-    except ValueError as error:
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        tokenize.TokenError,
+        RecursionError,
+    ) as error:  # it parses Python
         raise TornError("its header is damaged") from error
     if dtype.hasobject:
         return False

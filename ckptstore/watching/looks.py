@@ -63,15 +63,19 @@ class Looks:
                 return number
         return None
 
-    def stale(self, epoch: int) -> frozenset[str]:
-        """Records of an epoch that are older than the same record of an earlier one: left from an earlier life."""
-        mine = self.epochs[epoch].identities
-        found = set()
+    def mixed(self, epoch: int) -> bool:
+        """Whether a new life of the trainer has written an earlier epoch again and some files of this one, not yet all.
+
+        Then a file of this epoch is older than the same record of the earlier one, and another was written after that.
+        """
+        mine = {name: one.mtime_ns for name, one in self.epochs[epoch].identities.items()}
+        newest = max(mine.values())
         for number, other in self.epochs.items():
-            if number < epoch:
-                later = {name for name, one in other.identities.items() if name in mine}
-                found |= {name for name in later if other.identities[name].mtime_ns > mine[name].mtime_ns}
-        return frozenset(found)
+            theirs = {name: one.mtime_ns for name, one in other.identities.items()}
+            stale = [when for name, when in mine.items() if theirs.get(name, when) > when] if number < epoch else []
+            if stale and any(min(stale) < when < newest for when in theirs.values()):
+                return True
+        return False
 
     def gone_on(self, epoch: int) -> bool:
         """Whether the trainer has begun a later epoch after all that there is of this one."""

@@ -18,19 +18,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ckptstore.checkpoint import Checkpoint
-from ckptstore.errors import CorruptionError, EpochNotFoundError, InvalidRecordError, NotFoundError
+from ckptstore.errors import CorruptionError, EpochNotFoundError, FormatError, InvalidRecordError, NotFoundError
 from ckptstore.files import FileSource, Identity
+from ckptstore.formats import ForeignCheckpoint
 from ckptstore.pipeline import Progress
 from ckptstore.repository import Repository
 from ckptstore.watching.contents import SMALL, Content, examine, shards
 from ckptstore.watching.layouts import EpochFiles, Layout
 from ckptstore.watching.looks import Looks, Seen
 from ckptstore.watching.origin import Origin, origin_of
+from ckptstore.watching.trees import read_trees
 
-Kind = Literal["saved", "replaced", "there", "due", "changing", "waiting", "torn", "conflict"]
+Kind = Literal["saved", "replaced", "there", "due", "changing", "waiting", "torn", "refused", "conflict"]
 Find = Callable[[], tuple[Layout | None, list[EpochFiles]]]
 
 
@@ -41,7 +43,8 @@ class Finding:
     Attributes:
         kind: "saved" or "replaced": committed now. "there": the repository has it already. "due": would be committed
             (dry run). "changing": its files do, or not long ago. "waiting": something is missing, see ``reason``.
-            "torn": a file is not whole. "conflict": the repository has an epoch of that number from elsewhere.
+            "torn": a file is not whole. "refused": it cannot be read as arrays. "conflict": the repository has an
+            epoch of that number from elsewhere.
         files: path of each record's file, below the folder.
         nbytes: of all files.
     """
@@ -63,6 +66,7 @@ class Rules:
     replace: bool = False  # also what comes from elsewhere
     accept_unproven: bool = False
     dry_run: bool = False
+    arrays: bool = False  # what is in the files, and not the files
 
 
 class _NotYetError(Exception):
@@ -155,11 +159,19 @@ class Watcher:
                     self._done[epoch] = dict(seen.identities)
                     return "there"
                 self._check_ours(epoch, origin)
+            trees = self._trees(seen) if self._rules.arrays else None
             if self._rules.dry_run:
                 return "due"
-            return self._commit(epoch, seen, sources, sizes)
+            return self._commit(epoch, seen, sources, sizes, trees)
 
-    def _commit(self, epoch: int, seen: Seen, sources: Mapping[str, FileSource], sizes: Mapping[str, int]) -> Kind:
+    def _commit(
+        self,
+        epoch: int,
+        seen: Seen,
+        sources: Mapping[str, FileSource],
+        sizes: Mapping[str, int],
+        trees: tuple[dict[str, Any], list[ForeignCheckpoint]] | None,
+    ) -> Kind:
         layout = self._layout.name if self._layout is not None else "file"
         origin = Origin(layout, str(self._folder), dict(seen.files.files), dict(seen.identities), sizes)
         replace = self._is_there(epoch)
@@ -168,10 +180,15 @@ class Watcher:
             with self._repo.begin(
                 epoch, origin.metadata(), replace=replace, progress=self._progress, total=total
             ) as txn:
-                for name, source in sources.items():
+                states, foreign = trees if trees is not None else ({}, [])
+                for name, state in states.items():
+                    txn.write(name, state)
+                for name, source in sources.items() if trees is None else ():
                     txn.write_file(name, source)
                 for source in sources.values():
                     source.check_unchanged()
+                for tree in foreign:
+                    tree.check_unchanged()
         except InvalidRecordError as error:
             self._looks.disturb(epoch, time.monotonic())
             raise _NotYetError("changing", error.message) from error
@@ -179,6 +196,14 @@ class Watcher:
             self._there = None  # also where the outcome is unknown: to be listed again
         self._origins[epoch], self._done[epoch] = origin, dict(seen.identities)
         return "replaced" if replace else "saved"
+
+    def _trees(self, seen: Seen) -> tuple[dict[str, Any], list[ForeignCheckpoint]]:
+        try:
+            return read_trees(self._folder, self._layout, seen.files.files)
+        except (CorruptionError, NotFoundError) as error:
+            raise _NotYetError("torn", error.message) from error
+        except (FormatError, InvalidRecordError) as error:
+            raise _NotYetError("refused", error.message) from error
 
     # ---- what must hold ----------------------------------------------------------------------------------------
 
@@ -188,7 +213,7 @@ class Watcher:
         missing = need - records
         if not missing:
             missing = frozenset(seen.ever - records)
-        if not missing and not self._rules.need:
+        if not missing and not self._rules.need and self._layout is not None:
             missing = self._usual(epoch) - records
         if missing:
             names = ", ".join(sorted(missing))
@@ -224,8 +249,7 @@ class Watcher:
         if self._looks.gone_on(epoch) or self._rules.accept_unproven:
             return
         mine = seen.identities
-        stale = self._looks.stale(epoch)
-        mixed = bool(stale) and stale != mine.keys()
+        mixed = self._looks.mixed(epoch)
         if origin is not None and origin.identities.keys() <= mine.keys():
             old = {name for name, identity in origin.identities.items() if mine[name] == identity}
             mixed = mixed or 0 < len(old) < len(origin.identities)
