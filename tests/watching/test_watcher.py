@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -286,6 +288,21 @@ def test_a_store_that_is_down(
     with patch.object(repo, "begin", Down(repo, 100)), pytest.raises(StoreError, match="down"):
         watch(folder, repo, **QUICK)
     assert repo.epochs() == [1]
+
+
+def test_a_second_watcher(folder: Path, tmp_path: Path) -> None:
+    """Of two watchers of one run the newer one saves; the older one ends instead of fighting."""
+    quick = ["--once", "--quiet", "0.05", "--interval", "0.01", "--run", "burn"]
+    other = [sys.executable, "-m", "ckptstore.cli", "watch", str(folder), str(tmp_path / "repo"), *quick]
+    with ckptstore.open(tmp_path / "repo", run_id="burn") as old:
+        write(folder, 1)
+        assert kinds(watch(folder, old, **QUICK)) == {1: "saved"}
+        write(folder, 2)
+        assert "epoch 2: saved" in subprocess.run(other, capture_output=True, text=True, check=True).stdout
+        write(folder, 3)
+        with pytest.raises(ckptstore.FencedError):
+            watch(folder, old, **QUICK)
+        assert old.epochs() == [1, 2]
 
 
 def test_the_trainer_is_not_disturbed(folder: Path, repo: Repository) -> None:
