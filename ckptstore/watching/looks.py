@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,13 +37,17 @@ class Looks:
         self.epochs: dict[int, Seen] = {}
         """What there was at the last look, by epoch, ascending."""
 
-    def look(self, found: Iterable[EpochFiles], now: float) -> None:
-        """Look again. An epoch whose files are not what they were begins to be still anew."""
+    def look(self, found: Iterable[EpochFiles], now: float, settled: Collection[int] = ()) -> None:
+        """Look again. An epoch whose files are not what they were begins to be still anew.
+
+        Args:
+            settled: epochs of which nothing is expected any more: looking at them may be cheap.
+        """
         epochs: dict[int, Seen] = {}
         for files in found:
             identities: dict[str, Identity] = {}
             for record, path in files.files.items():
-                identity = self._identity(path)
+                identity = self._identity(path, cheaply=files.epoch in settled)
                 if identity is not None:
                     identities[record] = identity
             if not identities:
@@ -83,9 +87,11 @@ class Looks:
         later = (seen.identities for number, seen in self.epochs.items() if number > epoch)
         return any(one.mtime_ns > newest for identities in later for one in identities.values())
 
-    def _identity(self, path: str) -> Identity | None:
+    def _identity(self, path: str, cheaply: bool) -> Identity | None:
         """Asked for by opening it: a network mount answers ``stat`` from a cache, for up to a minute."""
         try:
+            if cheaply:
+                return Identity.of(os.stat(self._folder / path))
             fd = os.open(self._folder / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # just deleted; or not to be read, and then it can be no part of an epoch
             return None

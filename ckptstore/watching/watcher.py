@@ -122,7 +122,8 @@ class Watcher:
         """
         self._layout, found = self._find()
         self._now = time.monotonic()  # of the look: what goes by while an epoch is committed proves nothing
-        self._looks.look(found, self._now)
+        before = self._looks.epochs
+        self._looks.look(found, self._now, {e for e in before if self._done.get(e) == before[e].identities})
         for epoch in list(self._looks.epochs) if commit else ():
             if self._only is None or epoch in self._only:
                 yield self._judge(epoch)
@@ -145,6 +146,7 @@ class Watcher:
     def _settle(self, epoch: int, seen: Seen) -> Kind:
         origin = self._origin(epoch)
         if self._done.get(epoch) == seen.identities or (origin is not None and origin.identities == seen.identities):
+            self._done[epoch] = dict(seen.identities)
             return "there"
         if origin is not None and dict(seen.identities).items() <= dict(origin.identities).items():
             return "there"  # the trainer is deleting it
