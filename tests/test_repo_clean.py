@@ -25,11 +25,12 @@ def requirements(extra: str) -> list[Requirement]:
 
 
 def test_metadata_is_complete() -> None:
-    """The package says its licence, its oldest Python and the six extras."""
+    """The package says its licence, its oldest Python and the eight extras."""
     said = metadata("ckptstore")
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.10"
-    assert set(said.get_all("Provides-Extra") or []) == {"bench", "docs", "fast", "jax", "test", "torch"}
+    extras = {"bench", "docs", "fast", "jax", "opentelemetry", "prometheus", "test", "torch"}
+    assert set(said.get_all("Provides-Extra") or []) == extras
 
 
 def test_core_has_floors_and_no_ceilings() -> None:
