@@ -32,7 +32,7 @@ from ckptstore.errors import (
 from ckptstore.files import FileSource, same_bytes
 from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.reader import Part, load_arrays, read_chunk, read_chunks
+from ckptstore.reader import Part, Read, Spare, load_arrays, read_chunks
 from ckptstore.stores.base import Store
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
@@ -63,8 +63,10 @@ class Checkpoint:
         on_load: Callable[[int, int, float], None] = lambda epoch, nbytes, seconds: None,
         on_damage: Callable[[CorruptionError], None] = lambda error: None,
         again: Callable[..., Checkpoint] | None = None,
+        spare: Spare | None = None,
     ) -> None:
         self._catalog = catalog
+        self._spare = spare
         self._manifest = manifest
         self._on_load = on_load
         self._on_damage = on_damage
@@ -168,7 +170,7 @@ class Checkpoint:
                 what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
                 raise RecordNotFoundError(f"nothing in {what} matches {list(paths or ())}", epoch=self.epoch)
             meter = Meter(progress, sum(plan.nbytes for plan in plans))
-            values = _run(plans, self._catalog.store, meter)
+            values = _run(plans, self._catalog.store, meter, self._spare)
         self._on_load(self.epoch, sum(plan.nbytes for plan in plans), time.perf_counter() - begun)
         return values[name] if name is not None else values
 
@@ -186,7 +188,7 @@ class Checkpoint:
             raise InvalidArgumentError(f"record {name!r} is a state, not a file: use load({name!r})", epoch=self.epoch)
         begun = time.perf_counter()
         with self._reading():
-            index = self._catalog.index(entry)
+            index = self._index(entry)
             _write_aside(Path(path), lambda fd: self._copy(index, fd, progress))
         self._on_load(self.epoch, entry.bytes_state, time.perf_counter() - begun)
 
@@ -209,7 +211,7 @@ class Checkpoint:
         """The name that a file record had where it came from."""
         entry = self._entry(name)
         with self._reading():
-            skeleton = self._catalog.index(entry).skeleton
+            skeleton = self._index(entry).skeleton
         found = skeleton.get("file") if entry.kind == "file" and isinstance(skeleton, dict) else None
         # From the store, so not to be trusted as a path.
         safe = isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..")
@@ -224,6 +226,15 @@ class Checkpoint:
                 f"epoch {self.epoch} has no record {name!r}{hint}; it has {sorted(self.records)}", epoch=self.epoch
             )
         return entry
+
+    def _index(self, entry: RecordEntry) -> RecordIndex:
+        try:
+            return self._catalog.index(entry)
+        except (CorruptionError, StoreError) as error:
+            index = self._spare.index(entry.name, error) if self._spare is not None else None
+            if index is None:
+                raise
+            return index
 
     def _plans(self, entries: list[RecordEntry], paths: Sequence[str] | None, into: Any) -> list[_Load]:
         names = [entry.name for entry in entries]
@@ -243,7 +254,7 @@ class Checkpoint:
         return [plan for plan in plans if plan is not None]
 
     def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
-        index = self._catalog.index(entry)
+        index = self._index(entry)
         specs = [ArraySpec(array.kind, array.dtype, array.shape) for array in index.arrays]
         for spec, array in zip(specs, index.arrays, strict=True):
             if spec.nbytes != sum(span.length for span in array.spans):
@@ -263,16 +274,14 @@ class Checkpoint:
 
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
-        store = self._catalog.store
-
         places: dict[str, list[tuple[Span, int]]] = {}
         at = 0
         for span in index.arrays[0].spans:
             places.setdefault(index.chunks[span.chunk].key, []).append((span, at))
             at += span.length
 
-        def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
-            raw = read_chunk(store, chunk, frame, None, room)
+        def use(chunk: ChunkRef, read: Read) -> None:
+            raw = read(None)
             for span, start in places[chunk.key]:
                 part = raw[span.offset : span.offset + span.length]
                 done = 0
@@ -280,7 +289,8 @@ class Checkpoint:
                     done += os.pwrite(fd, part[done:], start + done)
                 meter.add(span.length)
 
-        read_chunks(store, [chunk for chunk in index.chunks if chunk.key in places], use)
+        wanted = [chunk for chunk in index.chunks if chunk.key in places]
+        read_chunks(self._catalog.store, wanted, use, spare=self._spare)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -348,15 +358,15 @@ class _Load:
             return fill_into(self._skeleton, self._into, lambda number: values[number])
 
 
-def _run(loads: list[_Load], store: Store, meter: Meter) -> dict[str, Any]:
+def _run(loads: list[_Load], store: Store, meter: Meter, spare: Spare | None) -> dict[str, Any]:
     """Load records side by side; one after the other where they go into the same memory (the last one stays)."""
     parts = [load.prepare() for load in loads]
     visible = any(load.into for load in loads)
     if visible and _overlap(buffer for load in loads for buffer in load.buffers()):
         for part in parts:
-            load_arrays(store, [part], meter=meter, visible=True)
+            load_arrays(store, [part], meter=meter, visible=True, spare=spare)
     else:
-        load_arrays(store, parts, meter=meter, visible=visible)
+        load_arrays(store, parts, meter=meter, visible=visible, spare=spare)
     return {load.index.name: load.finish() for load in loads}
 
 

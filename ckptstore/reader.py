@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -12,7 +13,7 @@ import numpy as np
 
 from ckptstore import garbage, keys
 from ckptstore.codecs import decode
-from ckptstore.errors import CorruptionError, ObjectNotFoundError
+from ckptstore.errors import CorruptionError, DeadlineError, ObjectNotFoundError, RetriesExhaustedError, StoreError
 from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
 from ckptstore.patience import indispensable
 from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
@@ -34,6 +35,20 @@ class Target(Protocol):
 
     @property
     def buffer(self) -> memoryview: ...
+
+
+class Spare(Protocol):
+    """Other places that hold the same checkpoint, asked only for what the first does not give."""
+
+    def index(self, name: str, error: Exception) -> RecordIndex | None:
+        """The index of a record, from the nearest place that has it; None where none has."""
+
+    def places(self, chunk: ChunkRef, error: Exception) -> Iterable[tuple[Store, ChunkRef]]:
+        """Where else the content of a chunk lies, the nearest first."""
+
+
+Read = Callable[[memoryview | None], memoryview]
+"""Gives the verified raw bytes of a chunk, in the memory that it is given or in its own."""
 
 
 def fetch(store: Store, key: str, length: int, room: memoryview | None = None) -> memoryview:
@@ -102,12 +117,15 @@ def read_chunk(
 Part = tuple[RecordIndex, Mapping[int, Target]]  # a record, and where those of its arrays go that are wanted
 
 
-def load_arrays(store: Store, parts: Iterable[Part], *, meter: Meter, visible: bool = False) -> None:
+def load_arrays(
+    store: Store, parts: Iterable[Part], *, meter: Meter, visible: bool = False, spare: Spare | None = None
+) -> None:
     """Fill the targets (by array number) of some records, side by side, and read no other array's chunks.
 
     Args:
         visible: the caller can already see the targets. Then a chunk is decoded aside and copied only
             after its digest was checked.
+        spare: where a chunk is read from that the store does not give.
     """
     wanted: dict[str, list[tuple[memoryview, int]]] = {}
     chunks: dict[str, ChunkRef] = {}
@@ -115,45 +133,73 @@ def load_arrays(store: Store, parts: Iterable[Part], *, meter: Meter, visible: b
         _scatter(index, targets, wanted)
         chunks.update((chunk.key, chunk) for chunk in index.chunks if wanted[chunk.key])
 
-    def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
+    def use(chunk: ChunkRef, read: Read) -> None:
         places = wanted[chunk.key]
         whole = len(places) == 1 and len(places[0][0]) == chunk.raw_length and not visible
-        raw = read_chunk(store, chunk, frame, places[0][0] if whole else None, room)
+        raw = read(places[0][0] if whole else None)
         if not whole:
             for view, offset in places:
                 _copy(view, raw[offset : offset + len(view)])
         meter.add(sum(len(view) for view, _ in places))
 
-    read_chunks(store, chunks.values(), use)
+    read_chunks(store, chunks.values(), use, spare=spare)
 
 
 def read_chunks(
     store: Store,
     chunks: Iterable[ChunkRef],
-    use: Callable[[ChunkRef, memoryview, memoryview], object],
+    use: Callable[[ChunkRef, Read], object],
     damaged: Callable[[ChunkRef, CorruptionError], object] | None = None,
+    spare: Spare | None = None,
 ) -> None:
-    """Fetch chunks side by side and give each frame to ``use``, with room to decode it; both are good until it returns.
+    """Fetch chunks side by side and let ``use`` read each; what it gets is good until it returns.
 
     A chunk stays on the thread that fetched it, so that it is decoded while it is in the cache. With ``damaged``, that
-    is told of a CorruptionError, and the others go on.
+    is told of a CorruptionError, and the others go on. With ``spare``, what the store does not give is read there; a
+    store that has been given up is not asked again.
     """
     rooms = Rooms()
     decoding = threading.Semaphore(cores())  # more at once would take more memory and no less time
+    given_up: list[StoreError] = []
+
+    def bring(at: Store, found: ChunkRef, chunk: ChunkRef) -> None:
+        room = rooms.take(found.stored_length + 1)
+        try:
+            frame = fetch_chunk(at, found, room)
+            with decoding, indispensable():
+                aside = rooms.take(found.raw_length)
+                use(chunk, lambda out: read_chunk(at, found, frame, out, aside))
+                rooms.give(aside)
+        except CorruptionError:
+            rooms.give(room)
+            raise
+        rooms.give(room)  # not after other errors: a call that was left behind may still write there
+
+    def rescue(chunk: ChunkRef, error: CorruptionError | StoreError) -> bool:
+        for at, found in spare.places(chunk, error) if spare is not None else ():
+            with suppress(CorruptionError, StoreError):
+                bring(at, found, chunk)
+                return True
+        return False
 
     def work(chunk: ChunkRef, _: None) -> None:
-        room = rooms.take(chunk.stored_length + 1)
+        error: CorruptionError | StoreError
+        if given_up and rescue(chunk, given_up[0]):
+            return
         try:
-            frame = fetch_chunk(store, chunk, room)
-            with decoding, indispensable():
-                aside = rooms.take(chunk.raw_length)
-                use(chunk, frame, aside)
-                rooms.give(aside)
-        except CorruptionError as error:
-            if damaged is None:
-                raise
+            bring(store, chunk, chunk)
+        except CorruptionError as raised:
+            error = raised
+        except StoreError as raised:
+            error = raised
+            if spare is not None and isinstance(raised, (RetriesExhaustedError, DeadlineError)):
+                given_up.append(raised)
+        else:
+            return
+        if not rescue(chunk, error):
+            if damaged is None or not isinstance(error, CorruptionError):
+                raise error
             damaged(chunk, error)
-        rooms.give(room)
 
     with Pipeline(max(store.traits.concurrency, cores())) as pipeline:
         for chunk in chunks:
@@ -199,8 +245,8 @@ def damaged_chunks(store: Store, chunks: Iterable[ChunkRef], meter: Meter) -> li
     """Chunks whose bytes are wrong: every byte is read and checked."""
     problems: list[Problem] = []
 
-    def check(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
-        read_chunk(store, chunk, frame, None, room)
+    def check(chunk: ChunkRef, read: Read) -> None:
+        read(None)
         meter.add(chunk.raw_length)
 
     def damaged(chunk: ChunkRef, error: CorruptionError) -> None:
