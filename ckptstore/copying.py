@@ -89,6 +89,13 @@ class CopyTransaction(Transaction):
         for problem in damaged_chunks(self._store, self._copier.referenced.values(), Meter(None, 0)):
             raise CorruptionError(problem.reason, key=problem.key)
 
+    def interrupt(self) -> None:
+        """End it from another thread: nothing more is begun, what was sent is left to the next copy of the epoch."""
+        try:
+            self.abandon()
+        finally:
+            self._copier.interrupt()
+
     def _manifest(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         """That of the original, but for what says where the objects are."""
         original, made = self._original, super()._manifest(entries)
@@ -112,6 +119,10 @@ class CopyWriter(RecordWriter):
         window = WINDOW * 3 // 4 if store.traits.copies else WINDOW
         threads = store.traits.concurrency + source.store.traits.concurrency  # each waits for one of them at a time
         self._pipeline = Pipeline(threads, window=window)
+
+    def interrupt(self) -> None:
+        """Begin nothing more. From any thread."""
+        self._pipeline.give_up()
 
     def copy(self, entry: RecordEntry) -> None:
         """Copy a record, all but its index, which ``settle`` writes. SourceDamageError, StoreError."""

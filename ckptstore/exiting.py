@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -39,6 +40,14 @@ class Save(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
+class Waiter(Protocol):
+    """What is worth waiting for, and not lost if that was too short: it goes on in the next process."""
+
+    def wait_at_exit(self) -> None:
+        """Wait, with a bound, and say what is left."""
+
+
+_waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 _open: dict[int, Save] = {}  # in flight, or failed and nobody has heard of it; by identity, oldest first
 _lock = threading.Lock()
 _begun = False
@@ -52,6 +61,11 @@ def remember(save: Save) -> bool:
         return not _begun
 
 
+def wait_for(waiter: Waiter) -> None:
+    """The exit, after the saves, is to wait for it too, as long as somebody holds it."""
+    _waiters.add(waiter)
+
+
 def forget(save: Save) -> None:
     """It is done, or somebody has heard of its error."""
     with _lock:
@@ -63,6 +77,7 @@ def _forget_all() -> None:
     global _lock
     _lock = threading.Lock()
     _open.clear()
+    _waiters.clear()
 
 
 def _at_exit() -> None:
@@ -72,6 +87,9 @@ def _at_exit() -> None:
         _begun = True
         saves = list(_open.values())
     hanging = _wait_for(saves)
+    for waiter in list(_waiters):
+        with suppress(Exception, KeyboardInterrupt):  # the user's patience is up
+            waiter.wait_at_exit()
     lost = [save for save in saves if save in hanging or save.unheard is not None]
     for save in lost:
         with suppress(Exception):  # closed, or a broken pipe: then the status alone has to tell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ckptstore.background import Background
@@ -18,6 +18,8 @@ class Flights:
         self._background = background
         self.others: list[Flights] = []
         """Of repositories that this one turns to. Their saves are part of calls of this one."""
+        self.also: Callable[[], Collection[object]] = tuple
+        """More that a process which must end waits for: tokens, the same as long as it is the same thing."""
         self._lock = ForkLock(self._forget)
         self._forget()
 
@@ -45,9 +47,10 @@ class Flights:
     def now(self) -> set[object]:
         """What is in flight now: tokens, good for comparing with later."""
         handle = self._background.in_flight
+        more = self.also()
         with self._lock:
             open_ones = {txn for txn in self._transactions if not txn.ended}
-            return {*self._calls, *open_ones, *([handle] if handle is not None else [])}
+            return {*self._calls, *open_ones, *more, *([handle] if handle is not None else [])}
 
     def abandon(self) -> None:
         """End all that is not yet being committed; what was sent is left to the next save of the epoch."""

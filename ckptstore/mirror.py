@@ -26,7 +26,7 @@ from ckptstore.policies import EpochInfo, Policy
 from ckptstore.reader import read_index
 from ckptstore.stores.base import Store
 from ckptstore.throttle import Throttle
-from ckptstore.transaction import Plan, Transaction
+from ckptstore.transaction import Plan
 
 Outcome = Literal["copied", "there", "newer", "conflict", "damaged", "gone"]
 
@@ -78,11 +78,15 @@ class MirrorReport:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A repository to copy to: its catalog, its id, and who is told of each transaction that is begun."""
+    """A repository to copy to: its catalog, its id, and who is told of each transaction that is begun.
+
+    ``fence``: of the run on whose behalf it is copied; by default nobody's, so that a copy takes no run over.
+    """
 
     catalog: Catalog
     repository: str
-    told: Callable[[Transaction], object] = lambda txn: None
+    told: Callable[[CopyTransaction], object] = lambda txn: None
+    fence: Fence | None = None
 
 
 def choose(
@@ -250,7 +254,7 @@ class Mirror:
             chunk_size=0,
             codec="raw",
             repository=self._target.repository,
-            fence=Fence(target, ""),  # it was committed by a writer that might; a copy takes no run over
+            fence=self._target.fence or Fence(target, ""),  # it was committed by a writer that might
         )
         commits = [*self._near(manifest.epoch), *self._commits[manifest.epoch]]
         txn = CopyTransaction(target, plan, commits, self._source, manifest, self._throttle, meter)

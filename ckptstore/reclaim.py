@@ -92,14 +92,18 @@ class Reclaim:
         self._prune = prune
         self._keep = keep
         self.on_full = on_full
+        self.waited_for = False
+        """Whether prunings wait for something that a full disk does not wait for: a copy in another tier."""
 
     def droppable(self) -> set[int]:
         """Epochs that the policy does not keep of those that exist."""
-        return set(self._prune(self._keep, dry_run=True, deep=False).removed) if self._keep is not None else set()
+        if self._keep is None:
+            return set()
+        return set(self._prune(self._keep, dry_run=True, deep=False, at_need=True).removed)
 
-    def deletable(self, epoch: int | None = None, *, deep: bool = False) -> set[int]:
+    def deletable(self, epoch: int | None = None, *, deep: bool = False, at_need: bool = True) -> set[int]:
         """Epochs that may go when space is needed more than they are: all but those of P5, and ``epoch``."""
-        return set(self._prune(_DropAllBut(epoch), dry_run=True, deep=deep).removed)
+        return set(self._prune(_DropAllBut(epoch), dry_run=True, deep=deep, at_need=at_need).removed)
 
     def within_reach(self, epoch: int | None, holdings: Holdings) -> int:
         """Bytes that ``steps`` could give back at most."""
@@ -122,9 +126,12 @@ class Reclaim:
                 # In full: until now a rotten byte in the newest has cost nothing.
                 freed += self._told(self._prune(self._keep, deep=True))
             yield freed
-            if self.on_full == "oldest":
-                for victim in sorted(self.deletable(epoch, deep=True)):
-                    yield self._told(self._prune(_Drop(frozenset([victim])), deep=False))
+            for at_need in (False, True) if self.waited_for else (True,):  # what is waited for goes last
+                if at_need and self.waited_for and self._keep is not None:
+                    yield self._told(self._prune(self._keep, deep=True, at_need=True))
+                if self.on_full == "oldest":
+                    for victim in sorted(self.deletable(epoch, deep=True, at_need=at_need)):
+                        yield self._told(self._prune(_Drop(frozenset([victim])), deep=False, at_need=at_need))
         except Exception as error:  # noqa: BLE001 (also of a policy of the user's)
             log.warning("making room in %s failed: %s", self._catalog.store.traits.url, error)
 

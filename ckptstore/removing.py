@@ -181,14 +181,16 @@ class Removing:
         dry_run: bool = False,
         deep: bool = True,
         weigh: bool = False,
+        at_need: bool = False,
     ) -> PruneReport:
+        """As ``prune``. ``at_need``: a full disk asks for it, and takes what would otherwise be waited for."""
         chosen = options.check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
                 "prune needs a policy, e.g. repo.prune(KeepLast(3)) or ckptstore.open(.., keep=..)"
             )
         self._foundation.require()
-        protected = dict.fromkeys(self._resumed, "the run resumed from it")
+        protected = self._protected(at_need=at_need)
         begun = time.perf_counter()
         try:
             report = retention.prune(
@@ -214,6 +216,10 @@ class Removing:
     ) -> None:
         seconds = time.perf_counter() - begun
         self._events.tell(PruneDone, epochs=epochs, thinned=thinned, bytes_freed=freed, seconds=seconds, error=error)
+
+    def _protected(self, *, at_need: bool) -> dict[int, str]:
+        """Epochs that no policy may take, each with the reason."""
+        return dict.fromkeys(self._resumed, "the run resumed from it")
 
     def gc(self, grace: float = EXPIRY, dry_run: bool = False) -> GcReport:
         """Remove debris: what interrupted saves and deletes left and no checkpoint reaches.
