@@ -62,6 +62,8 @@ from ckptstore.retention import GcReport, PruneReport
 from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
+from ckptstore.tier import Tier, TierStatus
+from ckptstore.tiers import TieredRepository
 from ckptstore.transaction import Transaction
 from ckptstore.usage import EpochUsage, Usage
 from ckptstore.verify import EpochHealth, VerifyReport
@@ -129,6 +131,9 @@ __all__ = [
     "StoreFullError",
     "Tally",
     "ThrottledError",
+    "Tier",
+    "TierStatus",
+    "TieredRepository",
     "Transaction",
     "TransactionError",
     "TransientError",

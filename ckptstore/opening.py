@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptstore.chunks import CHUNK_SIZE
@@ -27,15 +27,18 @@ from ckptstore.options import (
 from ckptstore.pickling import Opener
 from ckptstore.policies import AnyPolicy
 from ckptstore.reclaim import OnFull
+from ckptstore.replication import Lower
 from ckptstore.repository import Repository
 from ckptstore.spill import SpillRepository
 from ckptstore.stores import RetryPolicy
-from ckptstore.stores.opening import SUPPORTED
+from ckptstore.stores.opening import SUPPORTED, is_bucket
 from ckptstore.stores.trace import StoreEvent
+from ckptstore.tier import Tier
+from ckptstore.tiers import TieredRepository
 
 
 def open(  # noqa: A001 (used as ckptstore.open)
-    url: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
     storage_options: Mapping[str, Any] | None = None,
     retry: RetryPolicy | None = None,
     keep: AnyPolicy | None = None,
@@ -61,7 +64,9 @@ def open(  # noqa: A001 (used as ckptstore.open)
     """Open a repository, and make it if it does not exist (and ``create``).
 
     Args:
-        url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``.
+        url: a folder (also ``file://``), ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``memory://name``; or a list
+            of such tiers, the fast one first: saves go there and are copied to the others in the background. A ``Tier``
+            has options of its own; ``keep`` is the first one's. See docs/tiers.md.
         storage_options: passed to s3fs or gcsfs, e.g. ``{"endpoint_url": ..., "key": ..., "secret": ...}``.
         retry: how transient failures are retried.
         keep: after each save, prune what this policy does not keep; or a policy for each of some records, as of
@@ -126,9 +131,14 @@ def open(  # noqa: A001 (used as ckptstore.open)
         "on_event": listener,
     }
     check_background_cores(background_cores)
-    if not all(isinstance(place, (str, os.PathLike)) for place in (url, *((spill,) if spill is not None else ()))):
-        raise InvalidArgumentError(f"url and spill must be {SUPPORTED}")
-    repo: Repository = _opener(url, stores, repositories, spill, spill_options)()
+    tiers = _as_tiers(url)
+    if spill is not None and (len(tiers) > 1 or not isinstance(spill, (str, os.PathLike))):
+        raise InvalidArgumentError(
+            "spill is for a repository in one place: name the second store as a tier, or as spill"
+            if len(tiers) > 1
+            else f"url and spill must be {SUPPORTED}"
+        )
+    repo: Repository = _opener(tiers, stores, repositories, spill, spill_options)()
     try:
         repo.spill  # noqa: B018 (a second store that is not there is found out now, not when it is needed)
     except BaseException:
@@ -137,17 +147,61 @@ def open(  # noqa: A001 (used as ckptstore.open)
     return repo
 
 
+def _as_tiers(url: Any) -> list[Tier]:
+    """What was given to ``open`` as places, the first one first."""
+    places = [url] if isinstance(url, (str, os.PathLike, Tier)) or not isinstance(url, Sequence) else list(url)
+    if not places or not all(isinstance(place, (str, os.PathLike, Tier)) for place in places):
+        raise InvalidArgumentError(f"url and spill must be {SUPPORTED}, or a list of such tiers")
+    tiers = [place if isinstance(place, Tier) else Tier(place) for place in places]
+    if len({os.fspath(tier.url) for tier in tiers}) < len(tiers):
+        raise InvalidArgumentError("two tiers are the same place")
+    if tiers[0].limit is not None:
+        raise InvalidArgumentError("the first tier takes the saves themselves: a limit is for the others")
+    return tiers
+
+
 def _opener(
-    url: str | os.PathLike[str],
+    tiers: Sequence[Tier],
     stores: dict[str, Any],
     repositories: dict[str, Any],
     spill: str | os.PathLike[str] | None,
     spill_options: Mapping[str, Any] | None,
 ) -> Opener:
+    if spill is None and spill_options is not None:
+        raise InvalidArgumentError("spill_options without spill: name the second store")
+    first = tiers[0]
+    if first.keep is not None:
+        if repositories["keep"] is not None:
+            raise InvalidArgumentError("keep is given twice for the first tier")
+        repositories = {**repositories, "keep": check_policy(first.keep)}
+    if first.unsafe_single_writer is not None:
+        repositories = {**repositories, "unsafe_single_writer": first.unsafe_single_writer}
+    url, several = os.fspath(first.url), len(tiers) > 1
+    here = _store_options(first, stores, several=several)
+    if several:
+        lower = [_lower(tier, stores, repositories) for tier in tiers[1:]]
+        return Opener(TieredRepository, url, here, {**repositories, "lower": lower})
     if spill is None:
-        if spill_options is not None:
-            raise InvalidArgumentError("spill_options without spill: name the second store")
-        return Opener(Repository, os.fspath(url), stores, repositories)
+        return Opener(Repository, url, here, repositories)
     there = {**stores, "storage_options": spill_options, "transport": None}
     second = Opener(Repository, os.fspath(spill), there, {**repositories, "on_error": "raise"})
-    return Opener(SpillRepository, os.fspath(url), stores, {**repositories, "spill": second})
+    return Opener(SpillRepository, url, here, {**repositories, "spill": second})
+
+
+def _store_options(tier: Tier, stores: dict[str, Any], *, several: bool) -> dict[str, Any]:
+    """Those of the tier, else those of ``open``; in a list, what only buckets have is for buckets."""
+    names = ("storage_options", "retry", "concurrency", "unsafe_single_writer", "transport")
+    own = {name: getattr(tier, name) for name in names if getattr(tier, name) is not None}
+    for_all = dict(stores)
+    if several and not is_bucket(os.fspath(tier.url)):
+        for_all.update(storage_options=None, transport=None)
+    return {**for_all, **own}
+
+
+def _lower(tier: Tier, stores: dict[str, Any], repositories: dict[str, Any]) -> Lower:
+    url, here, policy = os.fspath(tier.url), _store_options(tier, stores, several=True), check_policy(tier.keep)
+    names = ("run_id", "exit_timeout", "chunk_size", "codec")
+    facts = {name: repositories[name] for name in names} | {"keep": policy}
+    facts["unsafe_single_writer"] = here["unsafe_single_writer"]
+    find, make = (Opener(Repository, url, here, {**facts, "create": create}) for create in (False, True))
+    return Lower(url, find, make, policy, tier.limit)

@@ -64,8 +64,13 @@ def check_background_cores(count: int | None) -> int:
 
 def check_exit_timeout(seconds: float) -> float:
     """``seconds``, if that is a number from 0 to a day. InvalidArgumentError otherwise."""
+    return check_timeout("exit_timeout", seconds)
+
+
+def check_timeout(name: str, seconds: float) -> float:
+    """``seconds``, if that is a number from 0 to a day. InvalidArgumentError otherwise."""
     if type(seconds) not in (int, float) or not 0 <= seconds <= MAX_EXIT_TIMEOUT:
-        raise InvalidArgumentError(f"exit_timeout must be 0 to {MAX_EXIT_TIMEOUT:.0f} seconds, not {seconds!r}")
+        raise InvalidArgumentError(f"{name} must be 0 to {MAX_EXIT_TIMEOUT:.0f} seconds, not {seconds!r}")
     return float(seconds)
 
 

@@ -138,6 +138,11 @@ def _base(
     return LocalStore(_file_path(rest) if scheme == "file" else url, single_writer=single_writer)
 
 
+def is_bucket(url: str) -> bool:
+    """Whether a URL means a bucket, which takes ``storage_options`` and a ``transport``."""
+    return _split(url)[0] in _REMOTE
+
+
 def _split(url: object) -> tuple[str | None, str]:
     """Scheme (None for a plain path) and what follows it. Messages never repeat a URL: it may hold secrets."""
     if not isinstance(url, str) or not url or "\0" in url:

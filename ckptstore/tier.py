@@ -1,0 +1,90 @@
+"""Tier: one of several places of a repository, as it is asked for, and how it stands."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore import options
+from ckptstore.errors import InvalidArgumentError
+from ckptstore.policies import AnyPolicy
+from ckptstore.roll import Entry, Roll
+from ckptstore.stores import RetryPolicy
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place in ``ckptstore.open([..])`` with options of its own.
+
+    Attributes:
+        url: as for ``ckptstore.open``.
+        keep: what this tier keeps; by default a lower tier keeps everything.
+        limit: bytes a second that are sent to it, on average. Not for the first.
+        storage_options, retry, concurrency, unsafe_single_writer, transport: as for ``ckptstore.open``.
+    """
+
+    url: str | os.PathLike[str]
+    keep: AnyPolicy | None = None
+    limit: float | None = None
+    storage_options: Mapping[str, Any] | None = None
+    retry: RetryPolicy | None = None
+    concurrency: int | None = None
+    unsafe_single_writer: bool | None = None
+    transport: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, (str, os.PathLike)):
+            raise InvalidArgumentError("the url of a Tier is a text or a path")
+        options.check_policy(self.keep)
+        if self.limit is not None and (type(self.limit) not in (int, float) or not 0 < self.limit < float("inf")):
+            raise InvalidArgumentError(f"a limit is a number of bytes a second above 0, not {self.limit!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """How one tier stands.
+
+    Attributes:
+        url: where it is.
+        epochs: how many epochs it holds; None if it has never answered.
+        newest: the newest of them; None if there is none.
+        age: seconds since that one was saved, by the clock of the store that it was saved to first.
+        waiting: epochs of the first tier that it is to get and has not, ascending.
+        bytes_waiting: what these take; less is sent where chunks are there already.
+        stuck: those of them that cannot be copied, each with the reason.
+        failures: attempts to copy to it that failed in a row.
+        error: what it answered last, if that was an error; else empty.
+    """
+
+    url: str
+    epochs: int | None
+    newest: int | None
+    age: float | None
+    waiting: tuple[int, ...]
+    bytes_waiting: int
+    stuck: dict[int, str]
+    failures: int
+    error: str
+
+
+def status(
+    url: str, roll: Roll | None, waiting: Sequence[Entry], stuck: dict[int, str], failures: int, error: str
+) -> TierStatus:
+    """How the tier stands that ``roll`` tells of."""
+    entries = roll.last if roll is not None else None
+    newest = max(entries, default=None) if entries is not None else None
+    age = None if newest is None or entries is None else max(0.0, time.time() - entries[newest].info.saved)
+    return TierStatus(
+        url=url,
+        epochs=None if entries is None else len(entries),
+        newest=newest,
+        age=age,
+        waiting=tuple(sorted(entry.epoch for entry in waiting)),
+        bytes_waiting=sum(entry.info.nbytes for entry in waiting),
+        stuck=stuck,
+        failures=failures,
+        error=error,
+    )
