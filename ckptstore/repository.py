@@ -32,6 +32,7 @@ from ckptstore.rescue import Preflights, Rescue, Work
 from ckptstore.stores import Store
 from ckptstore.stores.reserve import ReserveStore
 from ckptstore.telling import SaveWatch, timestamp
+from ckptstore.tier import Tiers
 from ckptstore.transaction import Plan, Transaction
 from ckptstore.tree import FlatState
 from ckptstore.writer import Tally
@@ -39,7 +40,7 @@ from ckptstore.writer import Tally
 log = logging.getLogger("ckptstore")
 
 
-class Repository(Removing, Caring, Preflights, Portable):
+class Repository(Removing, Caring, Preflights, Tiers, Portable):
     """All checkpoints of a run. Made by ``ckptstore.open``; close it, or use it as a context manager."""
 
     def __init__(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore import options
+from ckptstore.catalog import Catalog
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.policies import AnyPolicy
 from ckptstore.roll import Entry, Roll
@@ -68,6 +69,43 @@ class TierStatus:
     stuck: dict[int, str]
     failures: int
     error: str
+
+
+class Tiers:
+    """The part of a repository that tells of its tiers; this one has itself alone."""
+
+    _catalog: Catalog
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """The repository of each tier by itself, the first tier first."""
+        return (self,)
+
+    def tiers(self, look: bool = True) -> list[TierStatus]:
+        """How each tier stands: its newest epoch and how old that is, what is still to come, the last error.
+
+        Args:
+            look: ask each tier now; one that does not answer is told by its ``error``. Without, only the first is
+                asked, and of the others it is told what this process knows: for a trainer, which must not wait.
+
+        Raises:
+            StoreError: the first tier failed.
+        """
+        roll = Roll(self._catalog)
+        roll.look()
+        return [status(self._catalog.store.traits.url, roll, (), {}, 0, "")]
+
+    def wait_for_tiers(self, timeout: float = options.EXIT_TIMEOUT) -> bool:
+        """Wait until each tier has all that it wants of what is committed now. A failing tier is tried again at once.
+
+        Args:
+            timeout: seconds, at most.
+
+        Returns:
+            Whether all is there; ``tiers()`` tells what is not.
+        """
+        options.check_timeout("timeout", timeout)
+        return True
 
 
 def status(

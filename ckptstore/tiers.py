@@ -102,15 +102,7 @@ class TieredRepository(Repository):
         return self._plain, *(_required(replicator.repository(create=True)) for replicator in self._replicators)
 
     def tiers(self, look: bool = True) -> list[TierStatus]:
-        """How each tier stands: its newest epoch and how old that is, what is still to come, the last error.
-
-        Args:
-            look: ask each tier now; one that does not answer is told by its ``error``. Without, only the first is
-                asked, and of the others it is told what this process knows: for a trainer, which must not wait.
-
-        Raises:
-            StoreError: the first tier failed.
-        """
+        """As of any repository."""
         self._roll.look()
         found = [status(self.url, self._roll, (), {}, 0, "")]
         for replicator in self._replicators:
@@ -127,14 +119,7 @@ class TieredRepository(Repository):
         return found
 
     def wait_for_tiers(self, timeout: float = options.EXIT_TIMEOUT) -> bool:
-        """Wait until each tier has all that it wants of what is committed now. A failing tier is tried again at once.
-
-        Args:
-            timeout: seconds, at most.
-
-        Returns:
-            Whether all is there; ``tiers()`` tells what is not.
-        """
+        """As of any repository."""
         end = time.monotonic() + options.check_timeout("timeout", timeout)
         asked = [replicator.nudge(hurry=True) for replicator in self._replicators]
         there = [r.wait(number, end) for r, number in zip(self._replicators, asked, strict=True)]
