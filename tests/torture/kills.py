@@ -53,7 +53,7 @@ def lane(work: Work, where: str, kills: int) -> None:
         open_store(url, storage_options=options) as store,
         Nursery(work.folder / f"{name}.log", work.broken) as nursery,
     ):
-        order = {"url": url, "options": options, "background": bool(background)}
+        order = {"act": "train", "url": url, "options": options, "background": bool(background)}
         killer = Killer(work, where, nursery, store, order)
         hits = lives = 0
         while hits < kills and lives < 3 * kills + 20 and not work.enough:
@@ -83,6 +83,7 @@ class Killer:
     nursery: Nursery
     store: Store
     order: dict[str, Any]
+    phases: tuple[str, ...] = PHASES
     seconds: float = 0.05
     open: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -92,11 +93,11 @@ class Killer:
     def life(self, number: int) -> bool:
         """One life of a trainer. Returns whether it was cut off inside a save."""
         dice = self.work.dice(self.lane, number)
-        phase = dice.choice(PHASES) if dice.random() < 0.6 else ""
+        phase = dice.choice(self.phases) if dice.random() < 0.6 else ""
         victim = dice.choice((0, 1, 1, 2, 2, 3))  # the save that is cut off; 0: before the first
         step = f"{self.lane}/{number}"
         self.open.clear()
-        self.nursery.order(act="train", phase=phase, seed=dice.random(), version=1000 * (number + 1), **self.order)
+        self.nursery.order(phase=phase, seed=dice.random(), version=1000 * (number + 1), **self.order)
         pid, over = self._wait(step, phase, victim)
         if not over:
             self._stab(dice, pid, phase, victim)

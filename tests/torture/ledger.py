@@ -26,6 +26,10 @@ class Ledger:
         self.begun: set[tuple[int, int]] = set()
         self.done: dict[int, int] = {}
 
+    def fresh(self) -> Repository | None:
+        """A repository that remembers nothing; None if there is none yet."""
+        return fresh(self._store)
+
     def commit(self, epoch: int, version: int) -> None:
         """A save was reported as committed."""
         self.done[epoch] = version
@@ -38,7 +42,7 @@ class Ledger:
 
     def look(self, step: str) -> tuple[Repository, set[int]] | None:
         """With fresh eyes: load every epoch. What was looked with and what is there; None where nothing can be read."""
-        repo = fresh(self._store)
+        repo = self.fresh()
         if repo is None:
             if self.done:
                 self._work.blame("lost", step, "the repository has gone")
@@ -54,7 +58,7 @@ class Ledger:
             return None
         if (latest.epoch if latest is not None else None) != max(epochs, default=None) or (latest and latest.skipped):
             self._work.blame("other", step, f"latest is {latest}, of {sorted(epochs)}")
-        for epoch in sorted(epochs | self.done.keys())[-self._keep :]:
+        for epoch in sorted(epochs | self.done.keys())[-self._keep :] if self._keep else ():
             if epoch not in epochs:
                 self._work.blame("lost", step, f"epoch {epoch} was committed and is gone; there are {sorted(epochs)}")
         self.done = {epoch: version for epoch, version in self.done.items() if epoch in epochs}
@@ -87,7 +91,7 @@ class Ledger:
 
     def sweep(self, step: str) -> None:
         """What the dead and the failed have left can be removed, and all epochs are as before. No save may run."""
-        repo = fresh(self._store)
+        repo = self.fresh()
         if repo is None:
             return
         for last in (False, False, True):  # a put that was under way on S3 when its sender was killed may land late

@@ -19,14 +19,16 @@ from typing import Any
 
 import s3fs  # noqa: F401  (before the fork: importing it takes longer than a life)
 
-from ckptstore import CkptStoreError, EpochExistsError, KeepLast, Repository, keys
+from ckptstore import CkptStoreError, EpochExistsError, KeepLast, Repository, TieredRepository, keys
+from ckptstore.replication import Lower
 from ckptstore.stores import open_store
 from ckptstore.stores.base import Body, ObjectInfo, Store, StoreTraits
 from tests.torture.broken import broken_order
 from tests.torture.content import CHUNK, content, scribble, what_differs
 
-KEEP = 3
+KEEP, KEEP_BELOW = 3, 8
 PHASES = ("lease", "chunk", "index", "manifest", "look", "release", "prune", "sweep")
+TIER_PHASES = ("lease", "chunk", "index", "manifest", "look", "release", "prune", "done")
 Order = dict[str, Any]
 
 
@@ -93,7 +95,24 @@ class Announcing(Store):
 def train(order: Order) -> None:
     """Resume, check, and save epoch after epoch, keeping the last ones; now and then replace the newest."""
     store = Announcing(open_store(order["url"], storage_options=order["options"]), order["phase"])
-    repo = Repository(store, keep=KeepLast(KEEP), chunk_size=CHUNK)
+    go_on(Repository(store, keep=KeepLast(KEEP), chunk_size=CHUNK), order)
+
+
+def tiers(order: Order) -> None:
+    """The same in two tiers. It is the second whose phases are told; "done": a save has ended, its copy begins."""
+    url, options = order["below"]
+    below = Announcing(open_store(url, storage_options=options), order["phase"])
+
+    def opener(create: bool) -> Callable[[], Repository]:
+        return lambda: Repository(below, keep=KeepLast(KEEP_BELOW), create=create, chunk_size=CHUNK)
+
+    lower = Lower(url, opener(False), opener(True), KeepLast(KEEP_BELOW), None)
+    first = open_store(order["url"])
+    go_on(TieredRepository(first, lower=[lower], keep=KeepLast(KEEP), chunk_size=CHUNK), order)
+
+
+def go_on(repo: Repository, order: Order) -> None:
+    """Until somebody ends it."""
     latest = repo.latest()
     epoch = 0 if latest is None else latest.epoch
     if latest is not None:
@@ -109,6 +128,8 @@ def train(order: Order) -> None:
         epoch += not replace
         version += 1
         save(epoch, version, replace)
+        if order["phase"] == "done":
+            say("at", "done")
 
 
 def saver(repo: Repository, background: bool) -> Callable[[int, int, bool], None]:
@@ -166,7 +187,7 @@ def race(order: Order) -> None:
         told(epoch, version, lambda: repo.save(epoch, state, {"version": version}))
 
 
-ACTS = {"train": train, "race": race}
+ACTS = {"train": train, "tiers": tiers, "race": race}
 
 
 def fork(order: Order) -> int:
