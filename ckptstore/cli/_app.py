@@ -32,6 +32,7 @@ from ckptstore.cli.repair import repair
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
 from ckptstore.cli.show import show
+from ckptstore.cli.tiers import tiers
 from ckptstore.cli.verify import verify
 from ckptstore.cli.watch import watch
 from ckptstore.errors import (
@@ -98,7 +99,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(repair, quarantine, mirror, cp, du, diff),
+    *(repair, quarantine, mirror, cp, tiers, du, diff),
     *(import_, watch),
     *(preflight, doctor, bench, demo),
 )

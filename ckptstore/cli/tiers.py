@@ -1,0 +1,122 @@
+"""``ckptstore tiers``: how old is the newest epoch in the bucket, and what is still to come?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+import ckptstore
+from ckptstore import Tier, TierStatus, parse_policy
+from ckptstore.cli._common import Debug, Json, Options, Unsafe, out, print_json, storage_options
+from ckptstore.cli._format import clean, size, to_json
+from ckptstore.errors import InvalidArgumentError
+
+_OLD, _UNAVAILABLE = 1, 5
+_SPAN = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)?")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+_Urls = Annotated[
+    list[str], typer.Argument(metavar="URL...", show_default=False, help="The tiers, the fast one first; two or more.")
+]
+_Keep = Annotated[
+    str | None,
+    typer.Option(
+        "--keep",
+        metavar="POLICY",
+        show_default=False,
+        help="What the lower tiers are to have, e.g. 'KeepLast(5)': see prune. Default: every epoch. Nothing is pruned "
+        "without [cyan]--copy[/cyan].",
+    ),
+]
+_MaxAge = Annotated[
+    str | None,
+    typer.Option(
+        "--max-age",
+        metavar="TIME",
+        show_default=False,
+        help="Exit code 1 if the newest epoch of any tier is older, or there is none, e.g. 90min, 6h or 2d.",
+    ),
+]
+_Copy = Annotated[
+    str | None,
+    typer.Option("--copy", metavar="TIME", show_default=False, help="Copy what is waiting first, for so long at most."),
+]
+
+
+def tiers(
+    urls: _Urls,
+    keep: _Keep = None,
+    max_age: _MaxAge = None,
+    copy: _Copy = None,
+    json: Json = False,
+    option: Options = None,
+    unsafe: Unsafe = False,
+    debug: Debug = False,
+) -> None:
+    """Show how each tier stands: its newest epoch, how old that is, and what it is still to get from the first tier.
+
+    Without [cyan]--copy[/cyan] nothing is written; a trainer may be running. Exit code 5: a tier does not answer.
+
+    Example: [cyan]ckptstore tiers /nvme/run s3://bucket/run --max-age 6h[/cyan]
+    """
+    limit, seconds = _seconds("--max-age", max_age), _seconds("--copy", copy)
+    policy = None if keep is None else parse_policy(keep)
+    if len(urls) < 2:
+        raise InvalidArgumentError("name two tiers or more, the fast one first")
+    places: list[str | Tier] = [urls[0], *(Tier(url, keep=policy) for url in urls[1:])]
+    options: dict[str, Any] = {"unsafe_single_writer": unsafe, "run_id": "", "exit_timeout": 0.0}
+    with ckptstore.open(places, storage_options(option), create=False, **options) as repo:
+        if seconds is not None:
+            repo.wait_for_tiers(min(seconds, 86_400.0))
+        found = repo.tiers()
+    late = [one for one in found if limit is not None and (one.age is None or one.age > limit)]
+    if json:
+        print_json(to_json({"tiers": [asdict(one) for one in found], "too_old": [one.url for one in late]}))
+    else:
+        _print(found)
+    if any(one.error for one in found):
+        raise typer.Exit(_UNAVAILABLE)
+    if late:
+        raise typer.Exit(_OLD)
+
+
+def _seconds(option: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = _SPAN.fullmatch(text.strip())
+    if match is None:
+        raise InvalidArgumentError(f"{option} {clean(text)!r} is no time: use e.g. 90min, 6h or 2d")
+    return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for limit, unit in ((120.0, "s"), (7200.0, "min"), (172_800.0, "h")):
+        if seconds < limit:
+            return f"{seconds / _UNITS[unit]:.0f} {unit}"
+    return f"{seconds / _UNITS['d']:.0f} days"
+
+
+def _print(found: list[TierStatus]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("tier", overflow="fold")
+    for name in ("epochs", "newest", "age", "waiting", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for one in found:
+        news = Text(clean(one.error), "bold red") if one.error else Text(_stuck(one), "yellow")
+        number = "-" if one.newest is None else str(one.newest)
+        count = "?" if one.epochs is None else str(one.epochs)
+        waiting = Text(str(len(one.waiting)), "yellow" if one.waiting else "green")
+        table.add_row(Text(clean(one.url)), count, number, _age(one.age), waiting, size(one.bytes_waiting), news)
+    out().print(table)
+
+
+def _stuck(one: TierStatus) -> str:
+    return "; ".join(f"epoch {epoch}: {clean(reason)}" for epoch, reason in one.stuck.items())
