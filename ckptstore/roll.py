@@ -74,7 +74,8 @@ def lacking(
     """The epochs of ``source`` that ``target`` lacks and would keep if it had them: the newest first.
 
     Args:
-        policy: that of the target; None wants all. It counts the epochs of ``run``; those of others are all wanted.
+        policy: that of the target; None wants all. It counts the epochs of ``run``; those of others are all wanted, and
+            so is what replaces an epoch that is there: or its old content would be what remains.
     """
     new = {e: entry for e, entry in source.items() if entry.first != _NOWHERE and not _has(target.get(e), entry)}
     if policy is not None and new:
@@ -85,7 +86,7 @@ def lacking(
             kept = policy.keep(infos)
         else:
             kept = policy.choose(infos, {e: set(entry.records) for e, entry in ours.items()})[0]
-        new = {e: entry for e, entry in new.items() if e in kept or entry.run != run}
+        new = {e: entry for e, entry in new.items() if e in kept or e in target or entry.run != run}
     return [new[epoch] for epoch in sorted(new, reverse=True)]
 
 

@@ -476,6 +476,25 @@ def test_an_epoch_that_only_the_bucket_has_is_not_saved_again() -> None:
         assert_same(repo.checkpoint(1).load(), tiny_state(1))
 
 
+def test_a_replaced_epoch_does_not_come_back_in_its_old_form() -> None:
+    """The first tier lets go of a new content only when the old one, in the second, is gone or replaced."""
+    fast, slow = MemoryStore(), MemoryStore()
+    switch = Switch(slow)
+    with tiered(fast, switch.store, keep=KeepLast(1), keeps=(KeepLast(2),)) as repo:
+        repo.save(1, tiny_state(1))
+        assert repo.wait_for_tiers(20)
+        switch.down.set()
+        repo.save(1, tiny_state(9), replace=True)
+        for epoch in (2, 3, 4):
+            repo.save(epoch, tiny_state(epoch))
+        assert Repository(fast, create=False).epochs() == [1, 3, 4]
+        switch.down.clear()
+        assert repo.wait_for_tiers(20)
+        assert repo.members[1].epochs() == [3, 4]
+        repo.prune()
+        assert repo.epochs() == [3, 4]
+
+
 def test_another_content_under_the_number_is_a_conflict(caplog: pytest.LogCaptureFixture) -> None:
     """It stays, as does the epoch of the first tier, and the status says why; deleting it clears the way."""
     fast, slow = MemoryStore(), MemoryStore()

@@ -136,7 +136,8 @@ class Between(Killer):
                 self.work.blame("other", step, f"the second tier has not caught up: {repo.tiers()[1]}")
                 return
             first, second = (member.epochs() for member in repo.members)
-        if not set(first) <= set(second):
+        wanted = sorted({*first, *second})[-KEEP_BELOW:]
+        if not set(wanted) <= set(second):
             self.work.blame("lost", step, f"the second tier has {second}, the first {first}")
         self.work.note(f"{self.lane}: the second tier caught up")
         self.look(f"{step}, caught up")
