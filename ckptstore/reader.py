@@ -49,6 +49,8 @@ class Spare(Protocol):
 
 Read = Callable[[memoryview | None], memoryview]
 """Gives the verified raw bytes of a chunk, in the memory that it is given or in its own."""
+Use = Callable[[ChunkRef, Read], object]
+Damaged = Callable[[ChunkRef, CorruptionError], object]
 
 
 def fetch(store: Store, key: str, length: int, room: memoryview | None = None) -> memoryview:
@@ -148,8 +150,8 @@ def load_arrays(
 def read_chunks(
     store: Store,
     chunks: Iterable[ChunkRef],
-    use: Callable[[ChunkRef, Read], object],
-    damaged: Callable[[ChunkRef, CorruptionError], object] | None = None,
+    use: Use,
+    damaged: Damaged | None = None,
     spare: Spare | None = None,
 ) -> None:
     """Fetch chunks side by side and let ``use`` read each; what it gets is good until it returns.
@@ -158,53 +160,64 @@ def read_chunks(
     is told of a CorruptionError, and the others go on. With ``spare``, what the store does not give is read there; a
     store that has been given up is not asked again.
     """
-    rooms = Rooms()
-    decoding = threading.Semaphore(cores())  # more at once would take more memory and no less time
-    given_up: list[StoreError] = []
+    reading = _Reading(store, use, damaged, spare)
+    with Pipeline(max(store.traits.concurrency, cores())) as pipeline:
+        for chunk in chunks:
+            pipeline.submit(chunk.raw_length, (pipeline.io, partial(reading.work, chunk)))
+        pipeline.finish()
 
-    def bring(at: Store, found: ChunkRef, chunk: ChunkRef) -> None:
-        room = rooms.take(found.stored_length + 1)
-        try:
-            frame = fetch_chunk(at, found, room)
-            with decoding, indispensable():
-                aside = rooms.take(found.raw_length)
-                use(chunk, lambda out: read_chunk(at, found, frame, out, aside))
-                rooms.give(aside)
-        except CorruptionError:
-            rooms.give(room)
-            raise
-        rooms.give(room)  # not after other errors: a call that was left behind may still write there
 
-    def rescue(chunk: ChunkRef, error: CorruptionError | StoreError) -> bool:
-        for at, found in spare.places(chunk, error) if spare is not None else ():
-            with suppress(CorruptionError, StoreError):
-                bring(at, found, chunk)
-                return True
-        return False
+class _Reading:
+    """What the threads of ``read_chunks`` do."""
 
-    def work(chunk: ChunkRef, _: None) -> None:
+    def __init__(self, store: Store, use: Use, damaged: Damaged | None, spare: Spare | None) -> None:
+        self._store = store
+        self._use = use
+        self._damaged = damaged
+        self._spare = spare
+        self._rooms = Rooms()
+        self._decoding = threading.Semaphore(cores())  # more at once would take more memory and no less time
+        self._given_up: StoreError | None = None
+
+    def work(self, chunk: ChunkRef, _: None) -> None:
+        """Bring one chunk to its user."""
         error: CorruptionError | StoreError
-        if given_up and rescue(chunk, given_up[0]):
+        if self._given_up is not None and self._rescue(chunk, self._given_up):
             return
         try:
-            bring(store, chunk, chunk)
+            self._bring(self._store, chunk, chunk)
+            return
         except CorruptionError as raised:
             error = raised
         except StoreError as raised:
             error = raised
-            if spare is not None and isinstance(raised, (RetriesExhaustedError, DeadlineError)):
-                given_up.append(raised)
-        else:
+            if self._spare is not None and isinstance(raised, (RetriesExhaustedError, DeadlineError)):
+                self._given_up = raised
+        if self._rescue(chunk, error):
             return
-        if not rescue(chunk, error):
-            if damaged is None or not isinstance(error, CorruptionError):
-                raise error
-            damaged(chunk, error)
+        if self._damaged is None or not isinstance(error, CorruptionError):
+            raise error
+        self._damaged(chunk, error)
 
-    with Pipeline(max(store.traits.concurrency, cores())) as pipeline:
-        for chunk in chunks:
-            pipeline.submit(chunk.raw_length, (pipeline.io, partial(work, chunk)))
-        pipeline.finish()
+    def _rescue(self, chunk: ChunkRef, error: CorruptionError | StoreError) -> bool:
+        for at, found in self._spare.places(chunk, error) if self._spare is not None else ():
+            with suppress(CorruptionError, StoreError):
+                self._bring(at, found, chunk)
+                return True
+        return False
+
+    def _bring(self, at: Store, found: ChunkRef, chunk: ChunkRef) -> None:
+        room = self._rooms.take(found.stored_length + 1)
+        try:
+            frame = fetch_chunk(at, found, room)
+            with self._decoding, indispensable():
+                aside = self._rooms.take(found.raw_length)
+                self._use(chunk, lambda out: read_chunk(at, found, frame, out, aside))
+                self._rooms.give(aside)
+        except CorruptionError:
+            self._rooms.give(room)
+            raise
+        self._rooms.give(room)  # not after other errors: a call that was left behind may still write there
 
 
 def _scatter(

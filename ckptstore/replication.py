@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckptstore import pins
-from ckptstore.catalog import Catalog
+from ckptstore.catalog import Catalog, Committed
 from ckptstore.copying import CopyTransaction
 from ckptstore.errors import (
     EpochNotFoundError,
@@ -93,6 +93,7 @@ class Replicator:
         self._hurry = self._stopped = self._dirty = False
         self._txn: CopyTransaction | None = None
         self._stuck: dict[tuple[int, str], tuple[str, Entry | None]] = {}
+        self._proved: set[tuple[Committed, str]] = set()  # what is there with all its objects
         self._deleted: set[str] = set()
         self.opened = threading.Event()  # or has failed to open
         self.error: Exception | None = None
@@ -155,6 +156,13 @@ class Replicator:
     def waiting(self) -> list[Entry]:
         """Epochs of the first tier that are to come and have not: the newest first. Asks the first tier only."""
         return lacking(self._roll.look(), self.known or {}, self.keep, self._first.run_id)
+
+    def awaited(self) -> list[Entry]:
+        """As ``waiting``, and those that are there, but were not found to be whole by this process yet."""
+        return lacking(self._roll.look(), self.known or {}, self.keep, self._first.run_id, self._doubted)
+
+    def _doubted(self, entry: Entry) -> bool:
+        return (entry.commit, entry.first.attempt) not in self._proved
 
     @property
     def stuck(self) -> dict[int, str]:
@@ -301,9 +309,10 @@ class Replicator:
         self.opened.set()
         todo = self._next(target)
         if todo is not None:
-            self._copy(member, *todo)
+            found = self._copy(member, *todo)
             self._dirty = True
             target = self._target.look()
+            self._proved |= {(e.commit, e.first.attempt) for e in target.values() if e.commit in found}
         if todo is None or self._dirty:
             self._share_pins(member, target)
             if self._dirty or first_look:
@@ -319,13 +328,15 @@ class Replicator:
         for key, (_, met) in list(self._stuck.items()):
             if key not in wanted or target.get(key[0]) != met:  # gone, or somebody has cleared the way
                 del self._stuck[key]
-        for catalog, entries in places:
-            for entry in lacking(entries, target, self.keep, self._first.run_id):
+        for number, (catalog, entries) in enumerate(places):
+            doubted = [self._doubted] if number == 0 else []  # what the first may let go of has to be sure
+            for entry in lacking(entries, target, self.keep, self._first.run_id, *doubted):
                 if (entry.epoch, entry.first.attempt) not in self._stuck:
                     return catalog, entry
         return None
 
-    def _copy(self, member: Repository, source: Catalog, entry: Entry) -> None:
+    def _copy(self, member: Repository, source: Catalog, entry: Entry) -> set[Committed]:
+        """Bring it there. What is there with all its objects now."""
         place = replace(self._first._place(member), told=self._begun, fence=self._fence(member))
         may_replace = entry.first.attempt in self._overwrite
         mirror = Mirror(source, place, limit=self._lower.limit, replace=may_replace)
@@ -344,6 +355,7 @@ class Replicator:
         if entry.first.attempt in self._deleted:
             with suppress(EpochNotFoundError):
                 member.delete(entry.epoch)
+        return {Committed(c.epoch, c.generation) for c in copies if c.outcome in ("copied", "there", "newer")}
 
     def _begun(self, txn: CopyTransaction) -> None:
         self._first._flights.add(txn)
@@ -362,8 +374,7 @@ class Replicator:
     def _share_pins(self, member: Repository, target: Mapping[int, Entry]) -> None:
         source = self._roll.last or {}
         wanted = pins.pinned(self._first.store)
-        missing = wanted.keys() - pins.pinned(member.store).keys() if wanted else set()
-        for epoch in missing:
+        for epoch in wanted.keys() - pins.pinned(member.store).keys() if wanted else ():
             ours, theirs = source.get(epoch), target.get(epoch)
             if ours is not None and theirs is not None and ours.first.attempt == theirs.first.attempt:
                 with suppress(EpochNotFoundError):
@@ -381,12 +392,9 @@ class Replicator:
 
 def stop_all(replicators: Sequence[Replicator]) -> None:
     """Stop them side by side."""
-    stopping: list[Callable[[], None]] = [replicator.stop for replicator in replicators]
-    threads = [threading.Thread(target=stop, name="ckptstore-tier", daemon=True) for stop in stopping]
-    try:
+    threads = [threading.Thread(target=each.stop, name="ckptstore-tier", daemon=True) for each in replicators]
+    with suppress(RuntimeError):  # the very end of the interpreter: no thread starts any more
         for thread in threads:
             thread.start()
-    except RuntimeError:  # the very end of the interpreter
-        return
-    for thread in threads:
-        thread.join(4 * GRACE_SECONDS)
+        for thread in threads:
+            thread.join(4 * GRACE_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptstore import keys
@@ -69,15 +69,21 @@ class Roll:
 
 
 def lacking(
-    source: Mapping[int, Entry], target: Mapping[int, Entry], policy: Policy | PerRecord | None, run: str
+    source: Mapping[int, Entry],
+    target: Mapping[int, Entry],
+    policy: Policy | PerRecord | None,
+    run: str,
+    doubted: Callable[[Entry], bool] = lambda entry: False,
 ) -> list[Entry]:
     """The epochs of ``source`` that ``target`` lacks and would keep if it had them: the newest first.
 
     Args:
         policy: that of the target; None wants all. It counts the epochs of ``run``; those of others are all wanted, and
             so is what replaces an epoch that is there: or its old content would be what remains.
+        doubted: whether an entry of the target does not count as being there.
     """
-    new = {e: entry for e, entry in source.items() if entry.first != _NOWHERE and not _has(target.get(e), entry)}
+    sure = {e: entry for e, entry in target.items() if not doubted(entry)}
+    new = {e: entry for e, entry in source.items() if entry.first != _NOWHERE and not _has(sure.get(e), entry)}
     if policy is not None and new:
         both = {**{e: entry for e, entry in target.items() if entry.first != _NOWHERE}, **new}
         ours = {e: both[e] for e in sorted(both) if both[e].run == run}

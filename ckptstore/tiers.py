@@ -157,9 +157,8 @@ class TieredRepository(Repository):
         return {**super()._protected(at_need=at_need), **({} if at_need else self._awaited())}
 
     def _awaited(self) -> dict[int, str]:
-        """Epochs that a lower tier wants and has not."""
-        self._roll.look()
-        return {e.epoch: f"not in {r.url} yet" for r in reversed(self._replicators) for e in r.waiting()}
+        """Epochs that a lower tier wants and has not, as far as this process knows."""
+        return {e.epoch: f"not in {r.url} yet" for r in reversed(self._replicators) for e in r.awaited()}
 
     def _prune(
         self,

@@ -6,6 +6,8 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +43,7 @@ from ckptstore.stores.base import Store
 from ckptstore.testing import Fault, FaultStore
 from tests.repository.helpers import CHUNK, assert_no_debris, assert_same, contents, make_state, tiny_state
 
+ROOT = Path(__file__).parents[2]
 DOWN = RetriesExhaustedError("the bucket does not answer")
 
 
@@ -513,6 +516,42 @@ def test_another_content_under_the_number_is_a_conflict(caplog: pytest.LogCaptur
         assert repo.tiers()[1].stuck == {}
         assert_same(repo.members[1].checkpoint(1).load(), tiny_state(1))
     assert "cannot be copied" in caplog.text
+
+
+def test_what_is_damaged_below_is_mended_before_the_first_lets_go(tmp_path: Path) -> None:
+    """A copy of which an object is missing does not count; the next process sends it again."""
+    with open_two(tmp_path) as repo:
+        for epoch in (1, 2):
+            repo.save(epoch, make_state(epoch))
+        assert repo.wait_for_tiers(20)
+    for path in chunk_files(tmp_path / "slow")[::3]:
+        path.unlink()
+    with open_two(tmp_path, keep=KeepLast(1)) as repo:
+        assert repo.wait_for_tiers(20)
+        repo.prune()
+        first, second = repo.members
+        assert first.epochs() == [2]
+        assert second.verify().ok
+        assert_same(repo.checkpoint(1).load(), make_state(1))
+
+
+_SCRIPT = """
+import sys, numpy as np, ckptstore
+repo = ckptstore.open([sys.argv[1], sys.argv[2]], exit_timeout=20)
+for epoch in range(1, 6):
+    repo.save(epoch, {"model": {"w": np.full(100_000, epoch)}})
+"""
+
+
+def test_the_exit_of_the_interpreter_waits_too(tmp_path: Path) -> None:
+    """A script that never closes anything leaves nothing behind in the first tier alone."""
+    script = [sys.executable, "-c", _SCRIPT, str(tmp_path / "fast"), str(tmp_path / "slow")]
+    done = subprocess.run(
+        script, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with ckptstore.open(tmp_path / "slow", create=False) as alone:
+        assert alone.epochs() == [1, 2, 3, 4, 5]
 
 
 # --- removing ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Bucket
-from tests.torture import damage, kills, race, space, stateful
+from tests.torture import between, damage, kills, race, space, stateful
 from tests.torture.broken import ORDERS, broken_order
 from tests.torture.campaigns import CAMPAIGNS, PROFILES
 from tests.torture.work import Tally, Work
@@ -41,6 +41,10 @@ def kill_on_a_folder(work: Work) -> None:
     kills.lane(work, "folder", work.size)
 
 
+def kill_between_folders(work: Work) -> None:
+    between.lane(work, "folder", work.size)
+
+
 @pytest.mark.parametrize("order", ["manifest-first", "prune-first", "lost-reply", "blind-sweep"])
 def test_random_steps_find_it(order: str, tmp_path: Path) -> None:
     """RepositoryMachine finds each broken commit order within a thousand steps."""
@@ -54,6 +58,7 @@ def test_random_steps_find_it(order: str, tmp_path: Path) -> None:
     [
         ("manifest-first", kill_on_a_folder, "kills", 40),
         ("plain-write", kill_on_a_folder, "kills", 100),
+        ("manifest-first", kill_between_folders, "tiers", 40),
         ("overwrite", race_on_a_folder, "race", 3),
         ("unchecked", damage.run, "damage", 60),
         ("deaf", space.at_every_write, "enospc", 0),
@@ -68,7 +73,12 @@ def test_campaigns_find_it(order: str, run: Callable[[Work], None], name: str, s
 @pytest.mark.kill
 def test_the_real_order_passes(tmp_path: Path) -> None:
     """Nothing is lost by the real one, and what passed was really tried."""
-    runs = {"stateful": (stateful.run, 300), "kills": (kill_on_a_folder, 8), "race": (race_on_a_folder, 1)}
+    runs = {
+        "stateful": (stateful.run, 300),
+        "kills": (kill_on_a_folder, 8),
+        "tiers": (kill_between_folders, 6),
+        "race": (race_on_a_folder, 1),
+    }
     for name, (run, size) in {**runs, "damage": (damage.run, 30), "enospc": (space.at_every_write, 4)}.items():
         (tmp_path / name).mkdir()
         tally = tally_of(run, name, size, tmp_path / name)
