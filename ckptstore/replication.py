@@ -39,7 +39,8 @@ from ckptstore.roll import Entry, Roll, lacking
 
 log = logging.getLogger("ckptstore")
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 300.0  # seconds between attempts at a tier that fails: doubled each time
+FIRST_WAIT_SECONDS = 1.0  # between two attempts at a tier that fails; doubled each time
+LONGEST_WAIT_SECONDS = 300.0
 
 
 class _StoppedError(Exception):
@@ -281,7 +282,9 @@ class Replicator:
         if self._stopped:
             return False
         again = not isinstance(error, FencedError)
-        seconds = min(FIRST_WAIT * 2 ** min(self.failures, 20), LONGEST_WAIT) * random.uniform(0.75, 1.0)
+        seconds = min(FIRST_WAIT_SECONDS * 2 ** min(self.failures, 20), LONGEST_WAIT_SECONDS) * random.uniform(
+            0.75, 1.0
+        )
         with self._turn:
             self.error, self.failures = error, self.failures + 1
             self._hurry = False
@@ -388,13 +391,3 @@ class Replicator:
             member.prune(self.keep, deep=False)
         except Exception as error:  # noqa: BLE001 (also of a policy: what was copied is there)
             log.warning("pruning %s failed and will be tried again: %r", self.url, error)
-
-
-def stop_all(replicators: Sequence[Replicator]) -> None:
-    """Stop them side by side."""
-    threads = [threading.Thread(target=each.stop, name="ckptstore-tier", daemon=True) for each in replicators]
-    with suppress(RuntimeError):  # the very end of the interpreter: no thread starts any more
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(4 * GRACE_SECONDS)

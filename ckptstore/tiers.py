@@ -7,6 +7,7 @@ its epochs to the others. Reading looks at all of them and takes each chunk from
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -29,9 +30,10 @@ from ckptstore.errors import (
     TransientError,
 )
 from ckptstore.manifest import Manifest, check_epoch
+from ckptstore.patience import GRACE_SECONDS
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy
-from ckptstore.replication import Lower, Replicator, stop_all
+from ckptstore.replication import Lower, Replicator
 from ckptstore.repository import Repository
 from ckptstore.retention import PruneReport
 from ckptstore.roll import Roll
@@ -83,7 +85,7 @@ class TieredRepository(Repository):
                 log.warning("%s does not answer yet: it is tried again in the background", replicator.url)
             error = replicator.error
             if error is not None and not isinstance(error, _MAY_PASS) and replicator.catalog is None:
-                stop_all(self._replicators)
+                _stop_all(self._replicators)
                 for other in self._replicators:
                     other.close()
                 raise error
@@ -334,7 +336,7 @@ class TieredRepository(Repository):
         try:
             self._wait_and_tell()
         finally:
-            stop_all(self._replicators)
+            _stop_all(self._replicators)
             try:
                 super().close()
             finally:
@@ -374,3 +376,13 @@ def _exists(tier: Lower) -> bool:
 def _required(member: Repository | None) -> Repository:
     assert member is not None
     return member
+
+
+def _stop_all(replicators: Sequence[Replicator]) -> None:
+    """Stop them side by side."""
+    threads = [threading.Thread(target=each.stop, name="ckptstore-tier", daemon=True) for each in replicators]
+    with suppress(RuntimeError):  # the very end of the interpreter: no thread starts any more
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(4 * GRACE_SECONDS)

@@ -50,8 +50,8 @@ DOWN = RetriesExhaustedError("the bucket does not answer")
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts at a tier that fails follow each other at once."""
-    monkeypatch.setattr(replication, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(replication, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(replication, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(replication, "LONGEST_WAIT_SECONDS", 0.02)
 
 
 @contextmanager
