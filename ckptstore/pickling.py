@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.fence import Fence
 from ckptstore.stores import open_store
+from ckptstore.stores.opening import is_bucket
 
 log = logging.getLogger("ckptstore")
 
@@ -98,9 +99,13 @@ class Opener:
         return repo
 
     def with_options(self, storage_options: Mapping[str, Any]) -> Opener:
-        """The same, with more or other storage options."""
+        """The same, with more or other storage options; of several tiers, those that are buckets have them."""
         options = {**(self._store.get("storage_options") or {}), **storage_options}
-        return Opener(self._make, self._url, {**self._store, "storage_options": options}, self._repository)
+        store, lower = {**self._store, "storage_options": options}, self._repository.get("lower")
+        if lower is None:
+            return Opener(self._make, self._url, store, self._repository)
+        repository = {**self._repository, "lower": [tier.with_options(storage_options) for tier in lower]}
+        return Opener(self._make, self._url, store if is_bucket(self._url) else self._store, repository)
 
     def __reduce__(self) -> tuple[Any, ...]:
         kept, left = public(self._store.get("storage_options") or {})

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckptstore import pins
 from ckptstore.catalog import Catalog, Committed
@@ -33,9 +34,11 @@ from ckptstore.fence import Fence
 from ckptstore.locks import ForkLock
 from ckptstore.mirror import Mirror
 from ckptstore.patience import GRACE_SECONDS, TICK_SECONDS, Patience, adopt
+from ckptstore.pickling import Opener
 from ckptstore.policies import PerRecord, Policy
 from ckptstore.repository import Repository
 from ckptstore.roll import Entry, Roll, lacking
+from ckptstore.stores.opening import is_bucket
 
 log = logging.getLogger("ckptstore")
 
@@ -59,6 +62,13 @@ class Lower:
     make: Callable[[], Repository]
     keep: Policy | PerRecord | None
     limit: float | None
+
+    def with_options(self, storage_options: Mapping[str, Any]) -> Lower:
+        """The same, with more or other storage options if it is a bucket."""
+        if not is_bucket(self.url) or not isinstance(self.find, Opener) or not isinstance(self.make, Opener):
+            return self
+        find, make = (opener.with_options(storage_options) for opener in (self.find, self.make))
+        return replace(self, find=find, make=make)
 
 
 class Replicator:
@@ -216,12 +226,10 @@ class Replicator:
         """Delete an epoch here as well, also one that is just arriving. Whether it was there."""
         self._deleted |= attempts
         member = self.repository(create=False)
-        try:
+        with suppress(EpochNotFoundError):
             if member is not None:
                 member.delete(epoch)
                 return True
-        except EpochNotFoundError:
-            pass
         return False
 
     def stop(self) -> None:
@@ -305,8 +313,7 @@ class Replicator:
     def _step(self) -> bool:
         """Look, and copy one epoch. Whether there is nothing more to do."""
         member = self.repository(create=True)
-        assert member is not None
-        assert self._target is not None
+        assert member is not None and self._target is not None  # noqa: PT018
         first_look = self._target.last is None
         target = self._target.look()
         self.opened.set()

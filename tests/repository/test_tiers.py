@@ -41,6 +41,7 @@ from ckptstore.replication import Lower
 from ckptstore.stores import MemoryStore
 from ckptstore.stores.base import Store
 from ckptstore.testing import Fault, FaultStore
+from tests.conftest import Bucket
 from tests.repository.helpers import CHUNK, assert_no_debris, assert_same, contents, make_state, tiny_state
 
 ROOT = Path(__file__).parents[2]
@@ -642,6 +643,47 @@ def test_delete_deletes_everywhere() -> None:
         assert repo.wait_for_tiers(20)
         assert repo.epochs() == [2]
     assert_no_debris(slow)
+
+
+def test_a_lower_tier_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own policy makes room there, and the copy is tried again."""
+    fast, slow = MemoryStore(), MemoryStore()
+    full = FaultStore(slow, [Fault("put", "/chunks/", error=ckptstore.StoreFullError("no space"), times=2)])
+    with tiered(fast, full, keeps=(KeepLast(1),)) as repo:
+        for epoch in (1, 2):
+            repo.save(epoch, tiny_state(epoch))
+            assert repo.wait_for_tiers(20)
+        assert repo.members[1].epochs() == [2]
+    assert full.fired == (2,)
+    assert "no space" in caplog.text
+
+
+# --- buckets -------------------------------------------------------------------------------------------------
+
+
+def test_a_new_node_and_a_pickle_beside_a_real_bucket(tmp_path: Path, s3: Bucket) -> None:
+    """Options go to the bucket alone; a pickle holds no secret, and gets it anew; a new node goes on."""
+    places: list[Path | str] = [tmp_path / "nvme", s3.url()]
+    named: dict[str, Any] = {"keep": KeepLast(1), "chunk_size": CHUNK}
+    with ckptstore.open(places, s3.storage_options, **named) as repo:
+        handles = [repo.save_async(epoch, make_state(epoch)) for epoch in (1, 2, 3)]
+        assert handles[-1].result().epoch == 3
+        assert repo.wait_for_tiers(60)
+        data = pickle.dumps(repo)
+    assert s3.storage_options["secret"].encode() not in data
+    with pickle.loads(data).with_credentials(s3.storage_options) as again:
+        assert again.epochs() == [1, 2, 3]
+        assert_same(again.checkpoint(1).load(), make_state(1))
+    shutil.rmtree(tmp_path / "nvme")
+    with ckptstore.open(places, s3.storage_options, **named) as repo:
+        found = repo.latest()
+        assert found is not None
+        assert found.epoch == 3
+        assert_same(found.load(), make_state(3))
+        repo.save(4, make_state(4))
+        assert repo.wait_for_tiers(60)
+        assert [status.newest for status in repo.tiers()] == [4, 4]
+        assert repo.members[1].verify().ok
 
 
 # --- several processes ---------------------------------------------------------------------------------------
