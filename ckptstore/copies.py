@@ -205,6 +205,10 @@ class _Look:
                 continue
             if (self._run is not None and manifest.run != self._run) or not all(map(manifest.record, self._need)):
                 continue
+            aside = catalog.set_aside(commit, manifest)
+            if aside is not None:
+                wrong.append(Skipped(commit.epoch, commit.generation, commit.key, f"it is quarantined: {aside}"))
+                continue
             problems = catalog.problems(manifest, deep=self._deep, progress=self._progress)
             if problems and not catalog.exists(manifest):
                 self.vanished = True

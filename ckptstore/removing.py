@@ -111,13 +111,8 @@ class Removing:
         """
         number, text = check_epoch(epoch), pins.check_reason(reason, "a quarantine")
         self._foundation.require()
-        store = self._catalog.store
-        for commit, manifest in self._catalog.manifests(self._catalog.committed(number)):
-            attempt = manifest.attempt if isinstance(manifest, Manifest) else ""
-            quarantine.put(store, number, commit.generation, attempt, text)
-        if not self._catalog.committed(number):  # there was none, or it was deleted meanwhile
-            quarantine.remove(store, number)
-            raise EpochNotFoundError(f"there is no epoch {number} in {store.traits.url}", epoch=number)
+        if not set_aside(self._catalog, number, text):
+            raise EpochNotFoundError(f"there is no epoch {number} in {self._catalog.store.traits.url}", epoch=number)
 
     def release(self, epoch: int) -> bool:
         """Take an epoch out of quarantine; False if it was not set aside."""
@@ -234,3 +229,14 @@ class Removing:
             facts = {"objects": len(report.removed), "bytes_freed": report.bytes_freed}
             self._events.tell(GcDone, seconds=time.perf_counter() - begun, **facts)
         return report
+
+
+def set_aside(catalog: Catalog, epoch: int, reason: str) -> bool:
+    """Put the marks of a quarantine. False if there is no such epoch, or it was deleted meanwhile."""
+    for commit, manifest in catalog.manifests(catalog.committed(epoch)):
+        attempt = manifest.attempt if isinstance(manifest, Manifest) else ""
+        quarantine.put(catalog.store, epoch, commit.generation, attempt, reason)
+    if catalog.committed(epoch):
+        return True
+    quarantine.remove(catalog.store, epoch)
+    return False

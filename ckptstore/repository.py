@@ -294,11 +294,7 @@ class Repository(Removing, Caring, Preflights, Tiers, Portable):
         if manifest is None and (run is not None or names):  # see below; of the others we would not know
             manifest, skipped = look()
         if manifest is not None:
-            for step in skipped:
-                log.warning("skipped %s", step)
-                self._events.tell(events.DamageFound, epoch=step.epoch, key=step.key, reason=step.reason)
-            self._events.tell(events.NewestFound, epoch=manifest.epoch, committed_at=timestamp(manifest.created))
-            self._failures.note(manifest.epoch, manifest.created)
+            self._tell_of_newest(manifest, skipped)
             return self._checkpoint(manifest, skipped=skipped)
         if skipped:
             reasons = "; ".join(map(str, skipped))
@@ -369,6 +365,13 @@ class Repository(Removing, Caring, Preflights, Tiers, Portable):
             on_damage=self._damaged,
             again=self._checkpoint,
         )
+
+    def _tell_of_newest(self, manifest: Manifest, skipped: Sequence[Skipped]) -> None:
+        for step in skipped:
+            log.warning("skipped %s", step)
+            self._events.tell(events.DamageFound, epoch=step.epoch, key=step.key, reason=step.reason)
+        self._events.tell(events.NewestFound, epoch=manifest.epoch, committed_at=timestamp(manifest.created))
+        self._failures.note(manifest.epoch, manifest.created)
 
     def _loaded(self, epoch: int, nbytes: int, seconds: float) -> None:
         if not self._has_saved:

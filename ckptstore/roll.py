@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
@@ -45,8 +45,11 @@ class Roll:
     def look(self) -> Mapping[int, Entry]:
         """One listing, and a read for each manifest that is new."""
         newest: dict[int, tuple[Committed, tuple[str, int, float]]] = {}
+        aside: set[tuple[int, int]] = set()
         for info in self._catalog.store.list(keys.MANIFESTS):
-            pair = keys.parse_manifest_key(info.key)
+            pair, mark = keys.parse_manifest_key(info.key), keys.parse_quarantine_key(info.key)
+            if mark is not None:
+                aside.add(mark)
             if pair is not None and (pair[0] not in newest or newest[pair[0]][0] < Committed(*pair)):
                 newest[pair[0]] = Committed(*pair), (info.key, info.size, info.modified)
         known = self._read
@@ -63,7 +66,8 @@ class Roll:
                 entry = _entry(commit, manifest if isinstance(manifest, Manifest) else None, stamp[2])
             if entry.first != _NOWHERE:  # what could not be read is read again
                 read[stamp] = entry
-            found[epoch] = entry
+            pair = commit.epoch, commit.generation
+            found[epoch] = replace(entry, commit=Committed(*pair, quarantined=pair in aside))
         self._read, self.last = read, found
         return found
 
@@ -83,7 +87,7 @@ def lacking(
         doubted: whether an entry of the target does not count as being there.
     """
     sure = {e: entry for e, entry in target.items() if not doubted(entry)}
-    new = {e: entry for e, entry in source.items() if entry.first != _NOWHERE and not _has(sure.get(e), entry)}
+    new = {e: entry for e, entry in source.items() if _wanted(entry) and not _has(sure.get(e), entry)}
     if policy is not None and new:
         both = {**{e: entry for e, entry in target.items() if entry.first != _NOWHERE}, **new}
         ours = {e: both[e] for e in sorted(both) if both[e].run == run}
@@ -94,6 +98,11 @@ def lacking(
             kept = policy.choose(infos, {e: set(entry.records) for e, entry in ours.items()})[0]
         new = {e: entry for e, entry in new.items() if e in kept or e in target or entry.run != run}
     return [new[epoch] for epoch in sorted(new, reverse=True)]
+
+
+def _wanted(entry: Entry) -> bool:
+    """What cannot be read or is set aside is not copied."""
+    return entry.first != _NOWHERE and not entry.commit.quarantined
 
 
 def _has(theirs: Entry | None, ours: Entry) -> bool:

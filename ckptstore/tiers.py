@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any
 
 from ckptstore import exiting, options, pins
+from ckptstore import quarantine as marks
+from ckptstore.background import Told
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.copies import Copies, Place, Together
@@ -33,11 +35,13 @@ from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.patience import GRACE_SECONDS
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy
+from ckptstore.removing import set_aside
 from ckptstore.replication import Lower, Replicator
 from ckptstore.repository import Repository
 from ckptstore.retention import PruneReport
 from ckptstore.roll import Roll
 from ckptstore.stores import Store
+from ckptstore.telling import SaveWatch
 from ckptstore.tier import TierStatus, status
 from ckptstore.transaction import Transaction
 from ckptstore.verify import VerifyReport
@@ -144,14 +148,14 @@ class TieredRepository(Repository):
                 )
         return super()._begin(epoch, metadata, replace, *others, **named)
 
-    def _committed(self, told: Any, manifest: Manifest, tally: Tally) -> Checkpoint:
+    def _committed(self, told: Told, watch: SaveWatch, manifest: Manifest, tally: Tally) -> Checkpoint:
         if manifest.epoch in self._replacing:
             self._replacing.discard(manifest.epoch)
             self._overwrite.add(manifest.attempt)
         self._has_saved = True
         for replicator in self._replicators:
             replicator.nudge()
-        return super()._committed(told, manifest, tally)
+        return super()._committed(told, watch, manifest, tally)
 
     # ---- removing ------------------------------------------------------------------------------------------
 
@@ -224,6 +228,31 @@ class TieredRepository(Repository):
             found = {**pins.pinned(catalog.store), **found}
         return dict(sorted(found.items()))
 
+    def quarantine(self, epoch: int, reason: str) -> None:
+        """Set an epoch aside in every tier that has it; while it is, it is not copied to the others.
+
+        Raises:
+            EpochNotFoundError: it is in none.
+            StoreError: a tier failed; the first has done it, if it has the epoch.
+        """
+        number, text = check_epoch(epoch), pins.check_reason(reason, "a quarantine")
+        found = [set_aside(catalog, number, text) for catalog in self._catalogs()]
+        if not any(found):
+            raise self._nowhere(number)
+
+    def release(self, epoch: int) -> bool:
+        """Take an epoch out of quarantine in all tiers; False if it was not set aside."""
+        number = check_epoch(epoch)
+        found = [marks.remove(catalog.store, number) for catalog in self._catalogs()]
+        return any(found)
+
+    def quarantined(self) -> dict[int, str]:
+        """The epochs that are set aside in any tier, ascending, each with its reason."""
+        found: dict[int, str] = {}
+        for catalog in self._catalogs():
+            found = {**catalog.quarantined(), **found}
+        return dict(sorted(found.items()))
+
     # ---- reading -------------------------------------------------------------------------------------------
 
     def latest(
@@ -241,9 +270,7 @@ class TieredRepository(Repository):
         run, names = None if run_id is None else options.check_run_id(run_id), options.check_need(need)
         place, skipped = self._together.newest_intact(deep=deep, run=run, need=names, progress=progress)
         if place is not None:
-            for step in skipped:
-                log.warning("skipped %s", step)
-            self._failures.note(place[1].epoch, place[1].created)
+            self._tell_of_newest(place[1], skipped)
             return self._from(self._together.fullest(place), skipped)
         if skipped:
             reasons = "; ".join(map(str, skipped))
@@ -274,18 +301,24 @@ class TieredRepository(Repository):
         return sorted(found)
 
     def verify(
-        self, epoch: int | None = None, deep: bool = True, progress: Progress | None = None, sample: float = 1.0
+        self,
+        epoch: int | None = None,
+        deep: bool = True,
+        progress: Progress | None = None,
+        sample: float = 1.0,
+        *,
+        quarantine: bool = False,
     ) -> VerifyReport:
         """Check one epoch where it is nearest, or all of the first tier. (``members[1].verify()`` checks the next.)"""
         if epoch is None:
-            return super().verify(None, deep, progress, sample)
+            return super().verify(None, deep, progress, sample, quarantine=quarantine)
         with suppress(EpochNotFoundError):
-            return super().verify(epoch, deep, progress, sample)
+            return super().verify(epoch, deep, progress, sample, quarantine=quarantine)
         for replicator in self._replicators:
             member = replicator.repository(create=False)
             with suppress(EpochNotFoundError):
                 if member is not None:
-                    return member.verify(epoch, deep, progress, sample)
+                    return member.verify(epoch, deep, progress, sample, quarantine=quarantine)
         raise self._nowhere(epoch)
 
     def _catalogs(self) -> Iterator[Catalog]:
@@ -304,7 +337,8 @@ class TieredRepository(Repository):
             manifest,
             skipped=skipped,
             report=report,
-            on_load=self._mark_resumed,
+            on_load=self._loaded,
+            on_damage=self._damaged,
             again=partial(self._again, url),
             spare=Copies(url, manifest.epoch, partial(self._together.others, place)),
         )

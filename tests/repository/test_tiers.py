@@ -365,7 +365,7 @@ def test_each_chunk_from_the_nearest_place_that_has_it(tmp_path: Path, caplog: p
     rotten[-1] ^= 1
     first[2].write_bytes(rotten)
     events: list[Any] = []
-    with open_two(tmp_path, create=False, on_event=events.append) as repo:
+    with open_two(tmp_path, create=False, on_request=events.append) as repo:
         found = repo.latest()
         assert found is not None
         assert found.skipped == ()
@@ -805,3 +805,26 @@ def test_a_policy_that_fails_stops_nobody(caplog: pytest.LogCaptureFixture) -> N
         before = contents(slow)
         assert repo.wait_for_tiers(20)
         assert contents(slow) == before
+
+
+def test_what_is_set_aside_is_not_copied_and_not_chosen(tmp_path: Path) -> None:
+    """A quarantine holds in all tiers; the copy follows when the epoch is released."""
+    with ckptstore.open([tmp_path / "fast", tmp_path / "slow"]) as repo:
+        repo.save(1, {"m": {"w": 1}})
+        repo.save(2, {"m": {"w": 2}})
+        assert repo.wait_for_tiers(60)
+        repo.quarantine(2, "the loss is wrong")
+        assert repo.quarantined() == {2: "the loss is wrong"}
+        assert repo.members[1].quarantined() == {2: "the loss is wrong"}
+        newest = repo.latest()
+        assert newest is not None
+        assert newest.epoch == 1
+        repo.members[1].delete(2)
+        assert repo.wait_for_tiers(60)
+        assert repo.members[1].epochs() == [1]
+        assert repo.release(2)
+        assert repo.wait_for_tiers(60)
+        assert repo.members[1].epochs() == [1, 2]
+        again = repo.latest()
+        assert again is not None
+        assert again.epoch == 2
