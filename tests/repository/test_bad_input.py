@@ -631,7 +631,7 @@ def test_read_file_to_a_bad_place(store: MemoryStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": None}, {"url": 3}, {"url": ["x"]}, {"retry": 3}, {"retry": "often"}, {"concurrency": "8"},
+        {"url": None}, {"url": 3}, {"url": [3]}, {"retry": 3}, {"retry": "often"}, {"concurrency": "8"},
         {"concurrency": 1.5}, {"concurrency": True}, {"storage_options": [1]}, {"storage_options": "key"},
         {"on_event": 5}, {"create": "no"}, {"create": None}, {"unsafe_single_writer": "no"}, {"codec": ["raw"]},
         {"codec": np.array(["raw"])}, {"keep": 3}, {"chunk_size": "1M"}, {"background_cores": 0.5},
