@@ -99,8 +99,8 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        log = self.place / "burn.log"
-        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        logs = self.place.glob("burn-*.log")
+        return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
 
     @contextmanager
     def watching(self, end: int) -> Iterator[None]:
@@ -132,7 +132,8 @@ class Run:
     @contextmanager
     def training(self, **order: Any) -> Iterator[subprocess.Popen[bytes]]:
         self.life += 1
-        order |= {"folder": str(self.folder), "log": str(self.place / "burn.log")}
+        # A log for each life: the limit that stands for a full disk is one for every file of the process.
+        order |= {"folder": str(self.folder), "log": str(self.place / f"burn-{self.life}.log")}
         order |= {"life": self.life, "extension": self.extension}
         with (self.place / "burn.err").open("ab") as errors:
             trainer = subprocess.Popen([sys.executable, str(HERE / "fake_burn.py"), json.dumps(order)], stderr=errors)
