@@ -38,6 +38,7 @@ from ckptstore.errors import (
     TransientError,
     UnsafeFileError,
 )
+from ckptstore.export import ExportedFile, ExportReport
 from ckptstore.mirror import EpochCopy, MirrorReport
 from ckptstore.opening import open  # noqa: A004 (the name is the API: ckptstore.open)
 from ckptstore.policies import (
@@ -90,6 +91,8 @@ __all__ = [
     "EpochNotFoundError",
     "EpochRepair",
     "EpochUsage",
+    "ExportReport",
+    "ExportedFile",
     "FencedError",
     "Finding",
     "FormatError",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, MappingSequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from ckptstore import keys, options
 from ckptstore.catalog import Catalog
@@ -21,6 +22,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import DamageFound, Emitter, MirrorDone, VerifyDone
 from ckptstore.failures import Failures
+from ckptstore.export import ExportReport, Format, export
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
 from ckptstore.manifest import Manifest, check_epoch, check_record_name
@@ -36,7 +38,7 @@ from ckptstore.verify import VerifyReport, verify
 
 
 class Caring:
-    """The part of a repository that checks, copies, counts, compares and mends."""
+    """What a repository that checks, copiescopies, counts, compares, exports: ``mirror``, counts, compares and mends``du``, ``diff``, ``export``."""
 
     _catalog: Catalog
     _events: Emitter
@@ -253,6 +255,42 @@ class Caring:
             raise RepositoryNotFoundError(f"there is no repository at {url}: check the URL of the source")
         return catalog
 
+    def export(
+        self,
+        epoch: int,
+        to: str | os.PathLike[str],
+        format: Format = "safetensors",
+        records: Sequence[str] | None = None,
+        force: bool = False,
+        progress: Progress | None = None,
+    ) -> ExportReport:
+        """Write a checkpoint as files that other programs read; ``formats.read`` gives them back bit for bit.
+
+        Every byte is verified. Memory is a window of chunks. A name appears when all of the export is whole: an export
+        that is killed leaves nothing that looks like one, and a ``to`` that is new appears in one step.
+
+        Args:
+            to: a folder, made if need be.
+            format: "safetensors" or "npz": a file for each record. "files": file records under the names that they had,
+                what ``formats.read`` took from a Trainer's folder or a Lightning file as it was, other records as
+                folders of .npy files.
+            records: only these; None for all.
+            force: overwrite files that exist.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Raises:
+            EpochNotFoundError, RecordNotFoundError: there is no such epoch or record.
+            AlreadyExistsError: a file is there already. Nothing was written.
+            InvalidArgumentError: two records would go to one place, or a file record cannot become that format.
+            InvalidRecordError: a safetensors header would be larger than readers take.
+            FormatError: torch is needed and not installed.
+            CorruptionError: a byte on the store is wrong or missing. Nothing was written.
+            StoreFullError, AccessError: ``to`` cannot be written.
+        """
+        names = None if records is None else [check_record_name(name) for name in _listed(records)]
+        force = options.check_flag("force", force)
+        return export(self._catalog, self._newest(check_epoch(epoch)), Path(to), format, names, force, progress)
+
     def _newest(self, epoch: int) -> Manifest:
         for _ in range(3):  # it may be replaced between the listing and the read
             for commit in self._catalog.committed(epoch)[-1:]:
@@ -268,3 +306,7 @@ class Caring:
         to._foundation.require(restore=True)
         to._foundation.prepare_to_write()
         return Place(to._catalog, to._foundation.id, to._flights.add)
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)

@@ -6,11 +6,12 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptstore import keys
-from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransientError
+from ckptstore.errors import CorruptionError, EpochNotFoundError, ObjectNotFoundError, TransientError
 from ckptstore.locks import ForkLock
 from ckptstore.manifest import (
     MAX_MANIFEST,
@@ -193,6 +194,19 @@ class Catalog:
             if reason is not None:
                 found[commit.epoch] = reason
         return found
+
+    @contextmanager
+    def reading(self, manifest: Manifest) -> Iterator[None]:
+        """Tell damage of a checkpoint from a delete that happened meanwhile, and remember damage."""
+        try:
+            yield
+        except CorruptionError as error:
+            if not self.exists(manifest):
+                message = f"epoch {manifest.epoch} was deleted while it was being read"
+                raise EpochNotFoundError(message, epoch=manifest.epoch) from error
+            self.mark_damaged(manifest)
+            error.epoch = manifest.epoch
+            raise
 
     def problems(
         self,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -20,19 +20,15 @@ from ckptstore import garbage
 from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.errors import (
-    AccessError,
-    CorruptionError,
-    EpochNotFoundError,
     FormatError,
     InvalidArgumentError,
     RecordNotFoundError,
-    StoreError,
-    StoreFullError,
 )
 from ckptstore.files import FileSource, same_bytes
-from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, Span
+from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.reader import Part, Read, Spare, load_arrays, read_chunks
+from ckptstore.placing import file_name, new_file, write_at, writing
+from ckptstore.reader import Part, Read, Spare, load_arraysarray_specs, copy_arrays, load_arrays
 from ckptstore.stores.base import Store
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
@@ -212,10 +208,7 @@ class Checkpoint:
         entry = self._entry(name)
         with self._reading():
             skeleton = self._index(entry).skeleton
-        found = skeleton.get("file") if entry.kind == "file" and isinstance(skeleton, dict) else None
-        # From the store, so not to be trusted as a path.
-        safe = isinstance(found, str) and found == os.path.basename(found) and found not in ("", ".", "..")
-        return str(found) if safe else name.rpartition("/")[2]
+        return file_name(skeleton if entry.kind == "file" else None, name)
 
     def _entry(self, name: str) -> RecordEntry:
         entry = self._manifest.record(name)
@@ -255,10 +248,7 @@ class Checkpoint:
 
     def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
         index = self._index(entry)
-        specs = [ArraySpec(array.kind, array.dtype, array.shape) for array in index.arrays]
-        for spec, array in zip(specs, index.arrays, strict=True):
-            if spec.nbytes != sum(span.length for span in array.spans):
-                raise CorruptionError(f"{entry.key} is damaged: an array's spans do not add up", key=entry.key)
+        specs = array_specs(index, entry.key)
         if entry.kind == "file":
             if into is not None:
                 raise InvalidArgumentError(
@@ -274,28 +264,20 @@ class Checkpoint:
 
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
-        places: dict[str, list[tuple[Span, int]]] = {}
-        at = 0
-        for span in index.arrays[0].spans:
-            places.setdefault(index.chunks[span.chunk].key, []).append((span, at))
+        places: dict[strcopy_arrays(self._catalog.store, [(index.chunks[span.chunk].key, []).append((span, at))
             at += span.length
 
         def use(chunk: ChunkRef, read: Read) -> None:
             raw = read(None)
-            for span, start in places[chunk.key]:
-                part = raw[span.offset : span.offset + span.length]
-                done = 0
-                while done < len(part):
-                    done += os.pwrite(fd, part[done:], start + done)
-                meter.add(span.length)
+            for span, {0: partial(write_at, fd)})
 
         wanted = [chunk for chunk in index.chunks if chunk.key in places]
-        read_chunks(self._catalog.store, wanted, use, spare=self._spare)
+        read_chunks(self._catalog.store, wanted, use, spare=self._sparemeter=meter)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Tell damage from a delete that happened meanwhile, and remember damage."""
-        try:
+        with self._catalog.reading(self._manifest):
             yield
         except CorruptionError as error:
             if not self._catalog.exists(self._manifest):
@@ -390,17 +372,9 @@ def _write_aside(path: Path, write: Callable[[int], None]) -> None:
     """Write a scratch file beside ``path``, sync it, and put it in place of ``path``."""
     scratch = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        fd = os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        try:
-            write(fd)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(scratch, path)
-    except OSError as error:
-        if isinstance(error, StoreError):
-            raise
-        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else AccessError
-        raise kind(f"{path} could not be written: {error.strerror}. It is as it was", errno=error.errno) from error
+        with writing(path):
+            with new_file(scratch) as fd:
+                write(fd)
+            os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)

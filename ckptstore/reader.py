@@ -12,9 +12,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from ckptstore import garbage, keys
+from ckptstore.arrays import ArraySpec
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, DeadlineError, ObjectNotFoundError, RetriesExhaustedError, StoreError
-from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, decode_index, hasher
+from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, Span, decode_index, hasher
 from ckptstore.patience import indispensable
 from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
 from ckptstore.stores.base import Store
@@ -116,6 +117,7 @@ def read_chunk(
         return decode_chunk(fetch_chunk(store, chunk), chunk, out, room)
 
 
+Sink = Callable[[memoryview, int], object]  # takes bytes of an array, and their place in it
 Part = tuple[RecordIndex, Mapping[int, Target]]  # a record, and where those of its arrays go that are wanted
 
 
@@ -145,6 +147,41 @@ def load_arrays(
         meter.add(sum(len(view) for view, _ in places))
 
     read_chunks(store, chunks.values(), use, spare=spare)
+
+
+def copy_arrays(store: Store, parts: Iterable[tuple[RecordIndex, Mapping[int, Sink]]], *, meter: Meter) -> None:
+    """Give the bytes of some arrays (by number) of some records to their sinks: each chunk is read once, in any order.
+
+    Args:
+        parts: a sink is called with verified bytes and their place in its array, from worker threads.
+    """
+    places: dict[str, list[tuple[Sink, Span, int]]] = {}
+    chunks: dict[str, ChunkRef] = {}
+    for index, sinks in parts:
+        for number, sink in sinks.items():
+            at = 0
+            for span in index.arrays[number].spans:
+                chunk = index.chunks[span.chunk]
+                chunks[chunk.key] = chunk
+                places.setdefault(chunk.key, []).append((sink, span, at))
+                at += span.length
+
+    def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
+        raw = read_chunk(store, chunk, frame, None, room)
+        for sink, span, at in places[chunk.key]:
+            sink(raw[span.offset : span.offset + span.length], at)
+            meter.add(span.length)
+
+    read_chunks(store, chunks.values(), use)
+
+
+def array_specs(index: RecordIndex, key: str) -> list[ArraySpec]:
+    """What the arrays of a record are. CorruptionError if one has not as many bytes as it should."""
+    specs = [ArraySpec(array.kind, array.dtype, array.shape) for array in index.arrays]
+    for spec, array in zip(specs, index.arrays, strict=True):
+        if spec.nbytes != sum(span.length for span in array.spans):
+            raise CorruptionError(f"{key} is damaged: an array's spans do not add up", key=key)
+    return specs
 
 
 def read_chunks(

@@ -16,14 +16,16 @@ ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by 
 FLOORS: dict[float, set[str]] = {
     0: {
         "arrays", "chunks", "compare", "dtypes", "errors", "events", "files", "garbage", "inplace", "jsonsize", "keys",
-        "locks", "manifest", "outline", "patience", "planes", "policies", "refusals", "skeleton", "tree",
+        "locks", "manifest", "outline", "patience", "placing", "planes", "policies", "refusals", "skeleton", "tree",
     },
     1: {"codecs", "formats", "pace", "pipeline", "pool", "staging", "stores", "throttle"},
     2: {"known", "writer", "reader"},
     3: {
         "background", "caring", "catalog", "checkpoint", "claim", "commit", "copies", "copying", "diff", "doctor",
-        "exiting", "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options",
-        "pickling", "pins", "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair",
+        "exiting", "export", "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options",
+        "outputs",
+        "pickling", "pins",
+        "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair",
         "replication", "repository", "rescue", "retention", "roll", "spares", "spill", "sweep", "telling", "thinning",
         "tier", "tiers", "transaction", "usage", "verify", "watching",
     },

@@ -61,6 +61,8 @@ _CODES: tuple[tuple[type[CkptStoreError], int], ...] = (
 # The library speaks to authors of Python; these are the same things on a command line.
 _WORDS = (
     (", or open it with create=True", " or create it with a first `ckptstore save`"),
+    ("exists: choose another folder", "exists: choose another --to"),
+    ("or pass force=True to overwrite it", "or overwrite it with --force"),
     ("pass replace=True", "use --replace"),
     ("pass unsafe_single_writer=True", "use --unsafe-single-writer"),
     ("put them into storage_options", "give them by environment or --option"),

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,8 +26,11 @@ from ckptstore.cli._common import (
 )
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli.show import pick
-from ckptstore.errors import AlreadyExistsError, CorruptionError, InvalidArgumentError, RecordNotFoundError
-from ckptstore.watching.origin import origin_of
+from ckptstore.errors import CorruptionError, InvalidArgumentError, RecordNotFoundError
+from ckptstore.watching.origin import origin_ofplacing import aside as _aside
+from ckptstore.placing import folder as _folder
+from ckptstore.placing import place as _place
+from ckptstore.placing import refuse_existing
 
 _To = Annotated[Path, typer.Option("--to", metavar="DIR", show_default=False, help="The folder, made if need be.")]
 _Epoch = Annotated[
@@ -43,7 +41,6 @@ _Records = Annotated[
     typer.Option("--record", metavar="NAME", show_default=False, help="Only this record. May be repeated."),
 ]
 _Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 def restore(
@@ -143,10 +140,7 @@ def _file_name(ckpt: Checkpoint, name: str) -> str:
 
 def _refuse_existing(files: dict[str, Path], force: bool) -> None:
     for path in files.values():
-        if os.path.lexists(path) and (not force or (path.is_dir() and not path.is_symlink())):
-            raise AlreadyExistsError(
-                f"{clean(str(path))} exists: choose another --to" + ("" if force else ", or overwrite with --force")
-            )
+        refuse_existing(path, force)
 
 
 def _write(ckpt: Checkpoint, files: dict[str, Path], to: Path, force: bool) -> None:
@@ -164,46 +158,3 @@ def _write(ckpt: Checkpoint, files: dict[str, Path], to: Path, force: bool) -> N
 
 def _shifted(move: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:
     return lambda done, _: move(before + done, total)
-
-
-def _place(written: Path, path: Path, force: bool) -> None:
-    """Give a file its name, without overwriting what came there meanwhile."""
-    if force:
-        os.replace(written, path)
-        return
-    try:
-        os.link(written, path)
-    except FileExistsError as error:
-        raise AlreadyExistsError(f"{clean(str(path))} appeared meanwhile and was not overwritten") from error
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _refuse_existing({"": path}, force)
-        os.rename(written, path)
-
-
-@contextmanager
-def _folder(to: Path) -> Iterator[None]:
-    """Make the folder; if it was made for nothing, remove it again."""
-    made = [folder for folder in (to, *to.parents) if not folder.exists()]
-    to.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for folder in made:
-            try:
-                folder.rmdir()
-            except OSError:
-                break
-        raise
-
-
-@contextmanager
-def _aside(to: Path) -> Iterator[Path]:
-    """A scratch folder on the same file system."""
-    aside = to / f".ckptstore-{uuid.uuid4().hex[:12]}"
-    aside.mkdir()
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

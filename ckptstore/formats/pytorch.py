@@ -81,6 +81,11 @@ def read_torch(path: Path) -> Any:
             raise _explained(path, error) from error
 
 
+def write_torch(path: Path, tree: Any, torch: Any) -> None:
+    """``torch.save``. Nothing in the tree needs code to be read again: it came out of a store."""
+    torch.save(tree, str(path))
+
+
 @contextmanager
 def _safe_numpy(torch: Any) -> Iterator[None]:
     """NumPy arrays of numbers are data too; Trainer keeps NumPy's random state as one.
