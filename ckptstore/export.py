@@ -62,6 +62,10 @@ class ExportReport:
     foreign_types: tuple[str, ...]
 
 
+class _Array(int):
+    """The number of an array, where a tree has plain numbers too."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Output:
     """A file or folder to be written below the target."""
@@ -90,7 +94,7 @@ def export(
         raise InvalidArgumentError(f"{to} is no folder: choose another")
     with catalog.reading(manifest), writing(to):
         sources = {entry.name: Source.of(entry, catalog.index(entry)) for entry in _chosen(manifest, form, records)}
-        outputs = _OUTPUTS[form](sources)
+        outputs = _files(sources, _layout(catalog, manifest)) if form == "files" else _OUTPUTS[form](sources)
         _refuse(outputs, to, force)
         copied = partial(copy_arrays, catalog.store, meter=Meter(progress, sum(one.nbytes for one in outputs)))
         _write(outputs, to, force, cast(Copy, copied))
@@ -140,10 +144,10 @@ def _npz(sources: dict[str, Source]) -> list[_Output]:
     return [_whole(f"{name}.npz", source, "npz", write_record_npz) for name, source in sources.items()]
 
 
-def _files(sources: dict[str, Source]) -> list[_Output]:
+def _files(sources: dict[str, Source], layout: Source | None) -> list[_Output]:
     """Files under their names; what a foreign checkpoint was, as it was; everything else as folders."""
     rest = dict(sources)
-    outputs = list(_as_imported(rest))
+    outputs = list(_as_imported(rest, layout)) if layout is not None else []
     for name, source in rest.items():
         if source.entry.kind == "file":
             path = file_name(source.index.skeleton, name).replace("/", "_").replace("\0", "_")
@@ -153,7 +157,7 @@ def _files(sources: dict[str, Source]) -> list[_Output]:
     return outputs
 
 
-_OUTPUTS = {"safetensors": _safetensors, "npz": _npz, "files": _files}
+_OUTPUTS = {"safetensors": _safetensors, "npz": _npz}
 
 
 def _raw(path: str, source: Source, number: int) -> _Output:
@@ -165,18 +169,23 @@ def _size(source: Source) -> int:
     return sum(spec.nbytes for spec in source.specs)
 
 
-def _as_imported(rest: dict[str, Source]) -> Iterator[_Output]:
+def _layout(catalog: Catalog, manifest: Manifest) -> Source | None:
+    """The record that says how the files of a foreign checkpoint lay, if it has one."""
+    entry = manifest.record(FILES)
+    if entry is None or entry.kind != "state":
+        return None
+    source = Source.of(entry, catalog.index(entry))
+    return source if is_layout(source.tree(_Array)) else None
+
+
+def _as_imported(rest: dict[str, Source], layout: Source) -> Iterator[_Output]:
     """The files of a checkpoint that ``formats.read`` took in; takes its records out of ``rest``."""
-    source = rest.get(FILES)
-    value = source.tree(int) if source is not None and source.entry.kind == "state" else None
-    if source is None or not is_layout(value):
-        return
-    records, files = layout_of(value)
-    del rest[FILES]
-    for name, number in files.items():
-        if type(number) is not int:
-            raise InvalidArgumentError(f"{name!r} in the record 'files' is no file: export the other records alone")
-        yield _raw(name, source, number)
+    records, files = layout_of(layout.tree(_Array))
+    if rest.pop(FILES, None) is not None:
+        for name, number in files.items():
+            if type(number) is not _Array or layout.specs[number].dtype != "uint8":
+                raise InvalidArgumentError(f"{name!r} in the record 'files' is no file: export the other records alone")
+            yield _raw(name, layout, number)
     for name, entry in records.items():
         if name in rest:
             kind = entry["kind"]

@@ -22,6 +22,7 @@ from ckptstore.cli.diff import diff
 from ckptstore.cli.doctor import doctor
 from ckptstore.cli.du import du
 from ckptstore.cli.import_ import import_
+from ckptstore.cli.export import export
 from ckptstore.cli.ls import ls
 from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
@@ -101,7 +102,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(repair, quarantine, mirror, cp, tiers, du, diff),
+    *(repair, quarantine, mirror, cp, tiers, du, diff, export),
     *(import_, watch),
     *(preflight, doctor, bench, demo),
 )

@@ -20,7 +20,7 @@ from tests.cli.conftest import Run, chunks_of, flip
 COMMANDS = (
     *("ls", "show", "save", "restore", "rm", "verify", "plan", "prune", "gc", "pin", "unpin"),
     *("repair", "quarantine", "mirror", "cp", "tiers", "du", "diff", "import", "watch"),
-    *("preflight", "doctor", "bench", "demo"),
+    *("export", "preflight", "doctor", "bench", "demo"),
 )
 
 
