@@ -28,10 +28,21 @@ def numpy_state() -> dict[str, Any]:
     rng = np.random.default_rng(7)
     shared = rng.standard_normal((300, 200)).astype(np.float32)
     return {
-        "enc": {"w": shared, "tied": shared, "step": np.array(3.0), "none": np.empty((0, 3)), "t": shared[1:9:3, ::-2].T},
+        "enc": {
+            "w": shared,
+            "tied": shared,
+            "step": np.array(3.0),
+            "none": np.empty((0, 3)),
+            "t": shared[1:9:3, ::-2].T,
+        },
         "bf16": rng.standard_normal(9).astype(ml_dtypes.bfloat16),
         "f8": rng.standard_normal(9).astype(ml_dtypes.float8_e4m3fn),
-        "odd": [np.ones((2, 3), np.complex128), np.arange(3, dtype=">i4"), np.array(["a", "bcd"]), np.zeros(3, "M8[ns]")],
+        "odd": [
+            np.ones((2, 3), np.complex128),
+            np.arange(3, dtype=">i4"),
+            np.array(["a", "bcd"]),
+            np.zeros(3, "M8[ns]"),
+        ],
         "nan": np.frombuffer(np.array([0x7FC00001, 0xFF800001], "<u4").tobytes(), np.float32),
         "bytes": b"x" * 5000,
         "buffer": bytearray(b"y" * 5000),
