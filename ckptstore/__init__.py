@@ -60,6 +60,7 @@ from ckptstore.reader import Problem
 from ckptstore.repair import EpochRepair, Mend, RepairReport
 from ckptstore.repository import Repository
 from ckptstore.retention import GcReport, PruneReport
+from ckptstore.scrub import ScrubReport
 from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
@@ -128,6 +129,7 @@ __all__ = [
     "RetryEvent",
     "RetryPolicy",
     "SaveHandle",
+    "ScrubReport",
     "Skipped",
     "StoreError",
     "StoreEvent",

@@ -32,6 +32,7 @@ from ckptstore.policies import AnyPolicy, Policy
 from ckptstore.reader import Problem
 from ckptstore.repair import Mend, Repair, RepairReport
 from ckptstore.retention import PruneReport
+from ckptstore.scrub import Budget, Scrub, ScrubReport
 from ckptstore.stores import MemoryStore, open_store
 from ckptstore.usage import Usage, usage
 from ckptstore.verify import VerifyReport, verify
@@ -64,6 +65,7 @@ class Caring:
         sample: float = 1.0,
         *,
         quarantine: bool = False,
+        resume: bool = False,
     ) -> VerifyReport:
         """Check one epoch or all: with ``deep`` every byte, else names and sizes. Damage is reported, not raised.
 
@@ -71,12 +73,19 @@ class Caring:
             sample: the share of each epoch's chunks that ``deep`` reads, more than 0 and at most 1, chosen anew each
                 time: who looks at a twentieth every day finds what rots in time, at a twentieth of the cost.
             quarantine: set aside what is damaged.
+            resume: go on where a verification of all epochs ended that was begun so and did not come to its end.
         """
         number, share = None if epoch is None else check_epoch(epoch), options.check_sample(sample)
         if not self._catalog.committed(number):
             self._foundation.require()
         begun = time.perf_counter()
-        report = verify(self._catalog, number, deep=deep, progress=progress, sample=share)
+        if options.check_flag("resume", resume):
+            if number is not None or not deep or share < 1:
+                raise InvalidArgumentError("resume is for a deep verification of all epochs, without a sample")
+            found = Scrub(self._catalog, Budget(), verification=True, progress=progress).run()
+            report = VerifyReport(found.epochs, True)
+        else:
+            report = verify(self._catalog, number, deep=deep, progress=progress, sample=share)
         damaged = [health for health in report.epochs if not health.ok]
         for health in damaged:
             first = health.problems[0]
@@ -85,6 +94,48 @@ class Caring:
         self._events.tell(VerifyDone, seconds=time.perf_counter() - begun, **facts)
         if options.check_flag("quarantine", quarantine):
             self._set_aside({health.epoch: health.problems[0] for health in damaged})
+        return report
+
+    def scrub(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_seconds: float | None = None,
+        older_than: float = 0.0,
+        limit: float | None = None,
+        quarantine: bool = False,
+        progress: Progress | None = None,
+    ) -> ScrubReport:
+        """Read and check what was checked longest ago; for a timer that calls it again and again.
+
+        How far it came is noted in the repository, so that it goes on there, also after a kill. All manifests and
+        indexes are read each time. Several at once do no harm.
+
+        Args:
+            max_bytes, max_seconds: read no more chunks than this, as stored; one in any case.
+            older_than: leave out what was checked less than so many seconds ago.
+            limit: bytes a second that are read, on average.
+            quarantine: set aside epochs that are damaged.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Returns:
+            What was read, and all damage that is known: that of earlier runs is looked at again each time.
+
+        Raises:
+            InvalidArgumentError: a limit that makes no sense.
+            StoreError: the store failed. What was checked by then is noted, if that can be.
+        """
+        budget = Budget(
+            None if max_bytes is None else int(options.check_amount("max_bytes", max_bytes)),
+            None if max_seconds is None else options.check_amount("max_seconds", max_seconds),
+            limit,
+        )
+        age = options.check_amount("older_than", older_than)
+        options.check_flag("quarantine", quarantine)
+        self._foundation.require()
+        report = Scrub(self._catalog, budget, older_than=age, progress=progress).run()
+        if quarantine:
+            self._set_aside({health.epoch: health.problems[0] for health in report.epochs if not health.ok})
         return report
 
     def mirror(

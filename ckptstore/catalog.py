@@ -155,9 +155,10 @@ class Catalog:
     def index(self, entry: RecordEntry) -> RecordIndex:
         """The verified index of a record. Named by content, so it can be cached."""
         cached = self._indexes.get((entry.key, entry.name))
-        return cached if cached is not None else self._read_index(entry)
+        return cached if cached is not None else self.read_index(entry)
 
-    def _read_index(self, entry: RecordEntry) -> RecordIndex:
+    def read_index(self, entry: RecordEntry) -> RecordIndex:
+        """As ``index``, but never from the cache: what the store holds now."""
         index = read_index(self.store, entry)
         self._keep(entry, index)
         return index
@@ -234,8 +235,7 @@ class Catalog:
         indexes: list[RecordIndex] = []
         for entry in manifest.records:
             try:
-                # Never from the cache: the question is what the store holds now.
-                indexes.append(self._read_index(entry))
+                indexes.append(self.read_index(entry))
             except CorruptionError as error:
                 problems.append(Problem(entry.key, error.message))
         chunks = {chunk.key: chunk for index in indexes for chunk in index.chunks}

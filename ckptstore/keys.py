@@ -7,6 +7,7 @@
     manifests/writer-<run>-000000000002.json  the second writer of a run has claimed its number
     manifests/pin-000000000007.json           epoch 7 is pinned: no prune takes it
     manifests/quarantine-000000000007-000001.json  … generation 1 of it is set aside
+    manifests/checked.json                    what was read and checked last, and when
     leases/<attempt>.json                     the attempt is alive
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
@@ -28,6 +29,7 @@ MANIFESTS = "manifests/"
 WRITERS = "manifests/writer-"
 PINS = "manifests/pin-"
 QUARANTINES = "manifests/quarantine-"
+CHECKED = "manifests/checked.json"
 LEASES = "leases/"
 CONDEMNED = "condemned/"
 ATTEMPTS = "attempts/"
@@ -189,7 +191,7 @@ def parse_partial_key(key: str) -> str | None:
 def is_ours(key: str) -> bool:
     """Whether ``key`` has exactly a form that ckptstore writes."""
     return (
-        key in (MARKER, RESERVE)
+        key in (MARKER, RESERVE, CHECKED)
         or parse_manifest_key(key) is not None
         or parse_writer_key(key) is not None
         or parse_pin_key(key) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -113,6 +114,13 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
     return value
+
+
+def check_amount(name: str, value: object) -> float:
+    """``value``, if it is a number from 0 on. InvalidArgumentError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise InvalidArgumentError(f"{name} is a number of 0 or more, not {value!r}")
+    return float(value)
 
 
 def check_when_busy(when_busy: object) -> None:

@@ -123,10 +123,11 @@ class SpillRepository(Repository):
         sample: float = 1.0,
         *,
         quarantine: bool = False,
+        resume: bool = False,
     ) -> VerifyReport:
         """Check one epoch, wherever it lies, or all of both stores."""
         looks = [
-            partial(look, epoch, deep, progress, sample, quarantine=quarantine)
+            partial(look, epoch, deep, progress, sample, quarantine=quarantine, resume=resume)
             for look in (super().verify, self.spill.verify)
         ]
         if epoch is None:

@@ -32,6 +32,7 @@ from ckptstore.cli.quarantine import quarantine
 from ckptstore.cli.repair import repair
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
+from ckptstore.cli.scrub import scrub
 from ckptstore.cli.show import show
 from ckptstore.cli.tiers import tiers
 from ckptstore.cli.verify import verify
@@ -102,7 +103,7 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
-    *(repair, quarantine, mirror, cp, tiers, du, diff, export),
+    *(scrub, repair, quarantine, mirror, cp, tiers, du, diff, export),
     *(import_, watch),
     *(preflight, doctor, bench, demo),
 )

@@ -37,6 +37,9 @@ _Sample = Annotated[
     ),
 ]
 _Quarantine = Annotated[bool, typer.Option("--quarantine", help="Set aside what is damaged: see quarantine.")]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where a verify --resume ended that did not come to its end.")
+]
 
 
 def verify(
@@ -45,6 +48,7 @@ def verify(
     quick: _Quick = False,
     sample: _Sample = None,
     quarantine: _Quarantine = False,
+    resume: _Resume = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -59,10 +63,14 @@ def verify(
     number, share = checked_epoch(epoch), _share(sample)
     if quick and sample is not None:
         raise InvalidArgumentError("--quick reads no chunk, so there is nothing to sample: give one of the two")
+    if resume and (quick or sample is not None or epoch is not None):
+        raise InvalidArgumentError("--resume is for every byte of all epochs: without --quick, --sample and --epoch")
     begun = time.perf_counter()
     with open_repository(url, option, unsafe, create=False) as repo:
         with progress_bar("verifying") as move:
-            report = repo.verify(number, deep=not quick, progress=move, sample=share, quarantine=quarantine)
+            report = repo.verify(
+                number, deep=not quick, progress=move, sample=share, quarantine=quarantine, resume=resume
+            )
         seconds = time.perf_counter() - begun
         if json:
             print_json(to_json(_as_json(repo.url, report, seconds)))

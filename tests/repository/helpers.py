@@ -118,9 +118,9 @@ def manifests_of(store: Store) -> list[Manifest]:
 
 
 def reached(store: Store) -> set[str]:
-    """The marker, the reserve if there is one, all manifests, and what they reach."""
+    """The marker, the reserve and the record of checks if there are any, all manifests, and what they reach."""
     catalog = Catalog(store)
-    found = {keys.MARKER, *(info.key for info in store.list(keys.RESERVE))}
+    found = {keys.MARKER, *(info.key for prefix in (keys.RESERVE, keys.CHECKED) for info in store.list(prefix))}
     for manifest in manifests_of(store):
         found |= {manifest.key} | catalog.reach(manifest)
     return found
