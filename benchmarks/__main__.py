@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import plots, profiles, report
+from benchmarks import plots, profiles, report, scale
 from benchmarks.rivals import ALL
 from benchmarks.runner import Runner, machine
 from benchmarks.samples import Run, read
@@ -24,7 +24,12 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("profile", nargs="?", default="quick", help="quick (default), full, or report RESULT.json")
+    parser.add_argument(
+        "profile",
+        nargs="?",
+        default="quick",
+        help="quick (default), full, report RESULT.json, or scale (see `scale --help`)",
+    )
     parser.add_argument("result", nargs="?", type=Path, help="of report: the JSON file of a run")
     parser.add_argument("--only", action="append", default=[], metavar="WORK", help=f"one of {', '.join(WORKS)}")
     parser.add_argument("--state", action="append", default=[], help=f"one of {', '.join(ABOUT)}, epochs")
@@ -48,6 +53,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write what was asked for. 1 if a measurement failed."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["scale"]:
+        return scale.main(words[1:])
     given = arguments(argv)
     console = Console()
     if not console.is_terminal:
