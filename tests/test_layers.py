@@ -17,6 +17,7 @@ FLOORS: dict[float, set[str]] = {
     0: {
         "arrays", "chunks", "compare", "dtypes", "errors", "events", "files", "garbage", "inplace", "jsonsize", "keys",
         "locks", "manifest", "outline", "patience", "placing", "planes", "policies", "refusals", "skeleton", "tree",
+        "wording",
     },
     1: {"codecs", "formats", "pace", "pipeline", "pool", "staging", "stores", "throttle"},
     2: {"known", "writer", "reader"},
@@ -24,7 +25,7 @@ FLOORS: dict[float, set[str]] = {
         "background", "caring", "catalog", "checked", "checkpoint", "claim", "commit", "copies", "copying", "diff", "doctor",
         "exiting", "export", "failures", "fence", "flights", "foundation", "hold", "lease", "mirror", "opening", "options",
         "outputs", "pickling", "pins", "preemption", "preflight", "quarantine", "reclaim", "remake", "removing", "repair",
-        "replication", "repository", "rescue", "retention",
+        "replicationreport", "repository", "rescue", "retention",
         "roll", "scrub", "spares", "spill", "sweep", "telling", "thinning", "tier", "tiers", "transaction", "usage",
         "verify", "watching",
     },

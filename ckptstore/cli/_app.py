@@ -30,6 +30,7 @@ from ckptstore.cli.preflight import preflight
 from ckptstore.cli.prune import gc, plan, prune
 from ckptstore.cli.quarantine import quarantine
 from ckptstore.cli.repair import repair
+from ckptstore.cli.report import report
 from ckptstore.cli.restore import restore
 from ckptstore.cli.save import save
 from ckptstore.cli.scrub import scrub
@@ -104,7 +105,7 @@ app = typer.Typer(
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
     *(scrub, repair, quarantine, mirror, cp, tiers, du, diff, export),
-    *(import_, watch),
+    *(import_, watchreport),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:
