@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, MappingSequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from ckptstore.errors import (
     RepositoryNotFoundError,
 )
 from ckptstore.events import DamageFound, Emitter, MirrorDone, VerifyDone
-from ckptstore.failures import Failures
 from ckptstore.export import ExportReport, Format, export
+from ckptstore.failures import Failures
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
 from ckptstore.manifest import Manifest, check_epoch, check_record_name
@@ -39,7 +39,7 @@ from ckptstore.verify import VerifyReport, verify
 
 
 class Caring:
-    """What a repository that checks, copiescopies, counts, compares, exports: ``mirror``, counts, compares and mends``du``, ``diff``, ``export``."""
+    """The part of a repository that checks, copies, counts, compares, exports and mends."""
 
     _catalog: Catalog
     _events: Emitter

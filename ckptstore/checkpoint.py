@@ -20,15 +20,17 @@ from ckptstore import garbage
 from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.errors import (
+    CorruptionError,
     FormatError,
     InvalidArgumentError,
     RecordNotFoundError,
+    StoreError,
 )
 from ckptstore.files import FileSource, same_bytes
 from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.placing import file_name, new_file, write_at, writing
-from ckptstore.reader import Part, Read, Spare, load_arraysarray_specs, copy_arrays, load_arrays
+from ckptstore.reader import Part, Spare, array_specs, copy_arrays, load_arrays
 from ckptstore.stores.base import Store
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
@@ -264,27 +266,16 @@ class Checkpoint:
 
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
-        places: dict[strcopy_arrays(self._catalog.store, [(index.chunks[span.chunk].key, []).append((span, at))
-            at += span.length
-
-        def use(chunk: ChunkRef, read: Read) -> None:
-            raw = read(None)
-            for span, {0: partial(write_at, fd)})
-
-        wanted = [chunk for chunk in index.chunks if chunk.key in places]
-        read_chunks(self._catalog.store, wanted, use, spare=self._sparemeter=meter)
+        sinks = {0: partial(write_at, fd)}
+        copy_arrays(self._catalog.store, [(index, sinks)], meter=meter, spare=self._spare)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Tell damage from a delete that happened meanwhile, and remember damage."""
-        with self._catalog.reading(self._manifest):
-            yield
+        try:
+            with self._catalog.reading(self._manifest):
+                yield
         except CorruptionError as error:
-            if not self._catalog.exists(self._manifest):
-                message = f"epoch {self.epoch} was deleted while it was being read"
-                raise EpochNotFoundError(message, epoch=self.epoch) from error
-            self._catalog.mark_damaged(self._manifest)
-            error.epoch = self.epoch
             self._on_damage(error)
             raise
 

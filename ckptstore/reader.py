@@ -149,11 +149,18 @@ def load_arrays(
     read_chunks(store, chunks.values(), use, spare=spare)
 
 
-def copy_arrays(store: Store, parts: Iterable[tuple[RecordIndex, Mapping[int, Sink]]], *, meter: Meter) -> None:
+def copy_arrays(
+    store: Store,
+    parts: Iterable[tuple[RecordIndex, Mapping[int, Sink]]],
+    *,
+    meter: Meter,
+    spare: Spare | None = None,
+) -> None:
     """Give the bytes of some arrays (by number) of some records to their sinks: each chunk is read once, in any order.
 
     Args:
         parts: a sink is called with verified bytes and their place in its array, from worker threads.
+        spare: where a chunk is read from that the store does not give.
     """
     places: dict[str, list[tuple[Sink, Span, int]]] = {}
     chunks: dict[str, ChunkRef] = {}
@@ -166,13 +173,13 @@ def copy_arrays(store: Store, parts: Iterable[tuple[RecordIndex, Mapping[int, Si
                 places.setdefault(chunk.key, []).append((sink, span, at))
                 at += span.length
 
-    def use(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
-        raw = read_chunk(store, chunk, frame, None, room)
+    def use(chunk: ChunkRef, read: Read) -> None:
+        raw = read(None)
         for sink, span, at in places[chunk.key]:
             sink(raw[span.offset : span.offset + span.length], at)
             meter.add(span.length)
 
-    read_chunks(store, chunks.values(), use)
+    read_chunks(store, chunks.values(), use, spare=spare)
 
 
 def array_specs(index: RecordIndex, key: str) -> list[ArraySpec]:

@@ -20,7 +20,7 @@ from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import CorruptionError, StoreError
 from ckptstore.manifest import ChunkRef, Manifest
 from ckptstore.pipeline import Meter, Progress
-from ckptstore.reader import Problem, read_chunk, read_chunks
+from ckptstore.reader import Problem, Read, read_chunks
 from ckptstore.sweep import store_time
 from ckptstore.throttle import Throttle
 from ckptstore.verify import EpochHealth
@@ -233,8 +233,8 @@ class Scrub:
                     yield chunk
                 done += 1
 
-        def check(chunk: ChunkRef, frame: memoryview, room: memoryview) -> None:
-            read_chunk(self._store, chunk, frame, None, room)
+        def check(chunk: ChunkRef, read: Read) -> None:
+            read(None)
             self._cleared.add(chunk.key)
             self._meter.add(chunk.stored_length)
 

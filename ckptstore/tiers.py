@@ -308,17 +308,18 @@ class TieredRepository(Repository):
         sample: float = 1.0,
         *,
         quarantine: bool = False,
+        resume: bool = False,
     ) -> VerifyReport:
         """Check one epoch where it is nearest, or all of the first tier. (``members[1].verify()`` checks the next.)"""
         if epoch is None:
-            return super().verify(None, deep, progress, sample, quarantine=quarantine)
+            return super().verify(None, deep, progress, sample, quarantine=quarantine, resume=resume)
         with suppress(EpochNotFoundError):
-            return super().verify(epoch, deep, progress, sample, quarantine=quarantine)
+            return super().verify(epoch, deep, progress, sample, quarantine=quarantine, resume=resume)
         for replicator in self._replicators:
             member = replicator.repository(create=False)
             with suppress(EpochNotFoundError):
                 if member is not None:
-                    return member.verify(epoch, deep, progress, sample, quarantine=quarantine)
+                    return member.verify(epoch, deep, progress, sample, quarantine=quarantine, resume=resume)
         raise self._nowhere(epoch)
 
     def _catalogs(self) -> Iterator[Catalog]:

@@ -21,8 +21,8 @@ from ckptstore.cli.demo import demo
 from ckptstore.cli.diff import diff
 from ckptstore.cli.doctor import doctor
 from ckptstore.cli.du import du
-from ckptstore.cli.import_ import import_
 from ckptstore.cli.export import export
+from ckptstore.cli.import_ import import_
 from ckptstore.cli.ls import ls
 from ckptstore.cli.mirror import mirror
 from ckptstore.cli.pin import pin, rm, unpin
@@ -105,7 +105,7 @@ app = typer.Typer(
 _COMMANDS: tuple[Any, ...] = (
     *(ls, show, save, restore, rm, verify, plan, prune, gc, pin, unpin),
     *(scrub, repair, quarantine, mirror, cp, tiers, du, diff, export),
-    *(import_, watchreport),
+    *(import_, watch, report),
     *(preflight, doctor, bench, demo),
 )
 for _command in _COMMANDS:

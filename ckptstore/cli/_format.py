@@ -9,8 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckptstore.watching.origin import KEY
-
-_BARS ckptstore.wording import clean, ratio, size
+from ckptstore.wording import clean, ratio, size
 
 __all__ = ["ago", "brief", "clean", "plain", "ratio", "short_key", "size", "sparkline", "to_json"]
 

@@ -27,10 +27,11 @@ from ckptstore.cli._common import (
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli.show import pick
 from ckptstore.errors import CorruptionError, InvalidArgumentError, RecordNotFoundError
-from ckptstore.watching.origin import origin_ofplacing import aside as _aside
+from ckptstore.placing import aside as _aside
 from ckptstore.placing import folder as _folder
 from ckptstore.placing import place as _place
 from ckptstore.placing import refuse_existing
+from ckptstore.watching.origin import origin_of
 
 _To = Annotated[Path, typer.Option("--to", metavar="DIR", show_default=False, help="The folder, made if need be.")]
 _Epoch = Annotated[

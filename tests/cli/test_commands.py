@@ -20,7 +20,7 @@ from tests.cli.conftest import Run, chunks_of, flip
 COMMANDS = (
     *("ls", "show", "save", "restore", "rm", "verify", "plan", "prune", "gc", "pin", "unpin"),
     *("scrub", "repair", "quarantine", "mirror", "cp", "tiers", "du", "diff", "import", "watch"),
-    *("exportreport", "preflight", "doctor", "bench", "demo"),
+    *("export", "report", "preflight", "doctor", "bench", "demo"),
 )
 
 

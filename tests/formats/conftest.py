@@ -93,7 +93,7 @@ def trainer_folder(torch: Any, place: Path, *, shards: bool) -> Path:
     moments = {0: {"exp_avg": torch.randn(40, 30), "step": torch.tensor(2.0)}}
     torch.save({"state": moments, "param_groups": [{"lr": 1e-3, "params": [0]}]}, place / "optimizer.pt")
     torch.save({"last_epoch": 2, "_last_lr": [1e-3]}, place / "scheduler.pt")
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}  # noqa: NPY002
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     torch.save(states, place / "rng_state.pth")
     torch.save(Opaque(), place / "training_args.bin")
     (place / "trainer_state.json").write_text(json.dumps({"global_step": 5, "log_history": []}))
