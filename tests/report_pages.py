@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
+import uuid
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 import ckptstore
+from ckptstore import keys
+from ckptstore.manifest import decode_manifest, encode_manifest
+from ckptstore.options import check_metadata
 
 EPOCHS = 20
 
@@ -44,9 +53,39 @@ def a_run(place: Path, epochs: int = EPOCHS, *, lost: int | None = 7, seed: int 
 def spread(place: Path, seconds: float = 1830.0) -> None:
     """Give the manifests of a folder times as of a run that saves every half an hour, and pauses once."""
     paths = sorted((place / "manifests").glob("*.json"))
-
     now = time.time()
     for back, path in enumerate(reversed(paths)):
         pause = 9 * 3600 if back >= len(paths) // 2 else 0
         at = now - 720 - back * seconds - pause - 200 * (back % 3)
         os.utime(path, (at, at))
+
+
+def damage(place: Path) -> None:
+    """The newest epoch loses a chunk of its own, epoch 5 its manifest, and a save is killed on the way."""
+    with ckptstore.open(place, create=False) as repo:
+        newest = repo.epochs()[-1]
+        attempt = json.loads(repo.store.get(keys.manifest_key(newest, 1)))["attempt"]
+        next(iter((place / "attempts" / attempt / "chunks").iterdir())).unlink()
+        repo.pin(3, "baseline of the paper")
+        repo.pin(newest - 4, "evaluated on Tuesday; ask Ana before it goes")
+    cut = place / keys.manifest_key(5, 1)
+    cut.write_bytes(cut.read_bytes()[:-40])
+    dead = place / "attempts" / uuid.uuid4().hex / "chunks"
+    dead.mkdir(parents=True)
+    (dead / ("ab" * 32)).write_bytes(bytes(70_000))
+
+
+def multiply(place: Path, epochs: int, metrics: int = 3) -> None:
+    """Commit the newest epoch again and again, with metrics that move: many epochs, hardly any bytes."""
+    with ckptstore.open(place, create=False) as repo:
+        newest = repo.epochs()[-1]
+        path = place / keys.manifest_key(newest, 1)
+        manifest = decode_manifest(path.read_bytes(), keys.manifest_key(newest, 1))
+    now = time.time()
+    for back in range(epochs):
+        epoch = newest + epochs - back
+        values = {f"metric-{i}": (1 + i) / epoch + math.sin(epoch / 50) / 90 for i in range(metrics)}
+        copy = msgspec.structs.replace(manifest, epoch=epoch, metadata=check_metadata(values))
+        target = place / copy.key
+        target.write_bytes(encode_manifest(copy))
+        os.utime(target, (now - 60 * back, now - 60 * back))

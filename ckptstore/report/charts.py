@@ -63,7 +63,7 @@ def svg(drawing: Iterable[Html], title: str, description: str, name: str) -> Htm
     """A drawing of ``WIDTH`` by ``HEIGHT`` that is stretched. ``name`` is unique in the page."""
     return tag(
         "svg",
-        tag("title", title, id=f"{name}-t"),
+        tag("title", esc(title), id=f"{name}-t"),
         tag("desc", esc(description, 1000), id=f"{name}-d"),
         *drawing,
         viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
@@ -177,9 +177,19 @@ def axis(labels: Sequence[object]) -> Html:
     return tag("div", *(tag("span", label) for label in labels), class_="axis", aria_hidden="true")
 
 
-def epochs_axis(epochs: Sequence[int], times: Sequence[float]) -> Html:
-    """The first, the middle and the last epoch of a chart, and when they were saved."""
-    chosen = sorted({0, len(epochs) - 1} | ({(len(epochs) - 1) // 2} if len(epochs) > 4 else set()))
+def epochs_axis(epochs: Sequence[int], times: Sequence[float], *, even: bool) -> Html:
+    """The first, the middle and the last epoch of a chart, and when they were saved.
+
+    Args:
+        even: the epochs stand side by side, whatever their numbers; else the middle one is left out if it would stand
+            elsewhere.
+    """
+    first, last = epochs[0], epochs[-1]
+    middle = (len(epochs) - 1) // 2
+    if not even:
+        middle = min(range(len(epochs)), key=lambda i: abs(2 * epochs[i] - first - last))
+    beside = not even and 10 * abs(2 * epochs[middle] - first - last) > last - first
+    chosen = sorted({0, len(epochs) - 1} | ({middle} if len(epochs) > 4 and not beside else set()))
     return axis([join([f"{epochs[i]:,}", tag("small", when(times[i], short=True))]) for i in chosen])
 
 

@@ -10,6 +10,9 @@ from datetime import datetime, timezone
 from ckptstore.wording import clean
 
 _LONGEST = 160
+_SHORT = 20  # characters that are better scrolled to than broken
+_LONGEST_TEXT = 4000
+_UNCUT = 2**31  # attributes are ours: a curve is long
 _YEAR_9999 = 253_402_300_000
 
 
@@ -28,24 +31,27 @@ def esc(value: object, longest: int = _LONGEST) -> Html:
 
 
 def tag(name: str, *content: object, **attributes: object) -> Html:
-    """An element. A trailing underscore of an attribute is dropped, other underscores become hyphens; None is none."""
+    """An element; what is not markup is escaped.
+
+    A trailing underscore of an attribute's name is dropped, others become hyphens; None leaves the attribute out.
+    """
     words = [name]
     for key, value in attributes.items():
         if value is not None:
-            words.append(f'{key.rstrip("_").replace("_", "-")}="{esc(value, 2000)}"')
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{esc(value, _UNCUT)}"')
     return Html(f"<{' '.join(words)}>{join(content)}</{name}>")
 
 
 def join(parts: Iterable[object], between: str = "") -> Html:
     """Pieces one after the other."""
-    return Html(between.join(esc(part, 100_000) if isinstance(part, Html) else esc(part, 4000) for part in parts))
+    return Html(between.join(esc(part, _LONGEST_TEXT) for part in parts))
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, left: Sequence[int] = (0,)) -> Html:
     """A table that scrolls by itself where it is too wide. Columns but those of ``left`` hold numbers."""
 
     def cell(number: int, value: object) -> Html:
-        kind = None if number in left else "n"
+        kind = "n" if number not in left else "short" if len(str(value)) <= _SHORT else None
         if number == 0:
             return tag("th", value, scope="row", class_=kind)
         return tag("td", value, class_=kind)
@@ -54,6 +60,11 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *
     body = join(tag("tr", *(cell(i, value) for i, value in enumerate(row))) for row in rows)
     inner = tag("table", tag("caption", caption), tag("thead", top), tag("tbody", body))
     return tag("div", inner, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def section(name: str, title: str, *content: object) -> Html:
+    """A part of the page with a title, to which ``#name`` leads."""
+    return tag("section", tag("h2", title, id=f"h-{name}"), *content, id=name, aria_labelledby=f"h-{name}")
 
 
 def details(summary: str, content: Html) -> Html:

@@ -12,8 +12,8 @@ from ckptstore.report.markup import Html, esc, join, tag, time_tag
 # Nothing may be loaded and nothing may run, whatever slipped in: the browser sees to that as well.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _LINKS = (
-    *(("timeline", "Time line"), ("metrics", "Metrics"), ("prune", "What can go"), ("health", "Health")),
-    *(("space", "Space"), ("records", "Records"), ("arrays", "Arrays"), ("pins", "Pins"), ("epochs", "Epochs")),
+    *(("timeline", "Time line"), ("prune", "What can go"), ("health", "Health"), ("space", "Space")),
+    *(("metrics", "Metrics"), ("records", "Records"), ("arrays", "Arrays"), ("pins", "Pins"), ("epochs", "Epochs")),
 )
 
 
@@ -22,10 +22,10 @@ def page(facts: Facts) -> str:
     damaged = facts.damaged
     parts: list[Html] = []
     if facts.rows:
-        parts += [sections.time_line(facts, damaged), sections.metrics(facts)]
+        parts.append(sections.time_line(facts, damaged))
     parts += [verdict.prune(facts), verdict.health(facts, damaged), sections.space(facts)]
     if facts.rows:
-        parts += [sections.records(facts), sections.arrays(facts)]
+        parts += [sections.metrics(facts), sections.records(facts), sections.arrays(facts)]
     parts.append(verdict.pins(facts))
     if facts.rows:
         parts.append(sections.epochs(facts, damaged))
@@ -45,7 +45,7 @@ def page(facts: Facts) -> str:
 
 def _title(facts: Facts) -> list[Html]:
     made = join(["made ", time_tag(facts.made), f" · repository {facts.repository[:8]}"])
-    return [tag("h1", _name(facts)), tag("p", tag("span", facts.url), " · ", made, class_="where")]
+    return [tag("h1", esc(_name(facts))), tag("p", tag("span", esc(facts.url, 500)), " · ", made, class_="where")]
 
 
 def _name(facts: Facts) -> str:

@@ -18,12 +18,15 @@ from ckptstore.report.markup import (
     lasting,
     number,
     percent,
+    section,
     table,
     tag,
     time_tag,
     when,
 )
 from ckptstore.wording import ratio, size
+
+FATES = {"kept": "kept", "goes": "would go", "bad": "damaged"}
 
 _BARS = 120
 _CHARTS = 12  # more metrics than these stand in the table only
@@ -36,25 +39,20 @@ def time_line(facts: Facts, damaged: dict[int, str]) -> Html:
     """When epochs were saved, and what becomes of each."""
     rows = facts.rows
     fates = [fate(row.epoch, facts, damaged) for row in rows]
-    marks, grouped = _marks(rows, fates, facts)
-    told = f"{count(len(rows), 'epoch')}: " + ", ".join(f"{fates.count(f)} {f}" for f in _FATES if f in fates)
-    strip = charts.ticks(marks, "Epochs by the time that they were saved", told, "timeline")
-    start, end = rows[0].saved, rows[-1].saved
-    ends = [min(row.saved for row in rows), max(row.saved for row in rows)] if len(rows) > 1 else [start]
-    keys = [(f"tick-{f}", f"{word} ({fates.count(f):,})") for f, word in _FATES.items() if f in fates]
-    if facts.pins:
+    told = f"{count(len(rows), 'epoch')}: " + ", ".join(f"{fates.count(f)} {word}" for f, word in FATES.items())
+    title = "Epochs by the time that they were saved"
+    many = len(rows) > charts.COLUMNS
+    drawing = _density(rows, fates, title, told) if many else charts.ticks(_marks(facts, fates), title, told, "tl")
+    ends = sorted({min(row.saved for row in rows), max(row.saved for row in rows)})
+    keys = [(f"fill-{f}", f"{word} ({fates.count(f):,})") for f, word in FATES.items() if f in fates]
+    if facts.pins and not many:
         keys.append(("tick-pin", f"pinned ({len(facts.pins):,})"))
-    parts = [tag("p", _cadence(rows)), strip, charts.axis([when(at) for at in ends]), charts.legend(keys)]
-    if grouped:
-        parts.append(
-            _thinned(f"{len(rows):,} epochs are drawn in {len(marks)} marks; a mark shows the worst of its own.")
-        )
-    if end < start:
-        parts.append(_thinned("Epochs were not saved in the order of their numbers."))
-    return _section("timeline", "Time line", *parts)
-
-
-_FATES = {"kept": "kept", "goes": "would go", "bad": "damaged"}
+    parts = [tag("p", _cadence(rows)), drawing, charts.axis([when(at) for at in ends]), charts.legend(keys)]
+    if many:
+        parts.append(_note(f"{len(rows):,} epochs are counted in {_BARS} slices of time."))
+    if rows[-1].saved < rows[0].saved:
+        parts.append(_note("Epochs were not saved in the order of their numbers."))
+    return section("timeline", "Time line", *parts)
 
 
 def fate(epoch: int, facts: Facts, damaged: dict[int, str]) -> str:
@@ -64,21 +62,30 @@ def fate(epoch: int, facts: Facts, damaged: dict[int, str]) -> str:
     return "goes" if facts.usage.plan is not None and epoch in facts.usage.plan.removed else "kept"
 
 
-def _marks(rows: Sequence[Row], fates: Sequence[str], facts: Facts) -> tuple[list[tuple[float, str, str]], bool]:
+def _places(rows: Sequence[Row]) -> list[float]:
+    """Where each epoch stands in time, from 0 to 1; side by side where there is but one time."""
     first, last = min(row.saved for row in rows), max(row.saved for row in rows)
-    places: dict[int, tuple[float, str, str]] = {}
-    grouped = len(rows) > charts.COLUMNS
-    order = list(_FATES)
-    for i, (row, kind) in enumerate(zip(rows, fates, strict=True)):
-        share = (row.saved - first) / (last - first) if last > first else (i + 0.5) / len(rows)
-        share = 0.005 + 0.99 * share
-        slot = int(share * charts.COLUMNS) if grouped else i
-        there = places.get(slot)
-        if there is None or order.index(kind) > order.index(there[1].split("-")[1].split(" ")[0]):
-            pinned = " tick-pin" if row.epoch in facts.pins else ""
-            told = "" if grouped else f"epoch {row.epoch}, {when(row.saved)}: {_FATES[kind]}"
-            places[slot] = (share, f"tick-{kind}{pinned}", told)
-    return list(places.values()), grouped
+    if last <= first:
+        return [(i + 0.5) / len(rows) for i in range(len(rows))]
+    return [0.005 + 0.99 * (row.saved - first) / (last - first) for row in rows]
+
+
+def _marks(facts: Facts, fates: Sequence[str]) -> list[tuple[float, str, str]]:
+    marks = []
+    for row, place, kind in zip(facts.rows, _places(facts.rows), fates, strict=True):
+        pinned = " tick-pin" if row.epoch in facts.pins else ""
+        told = f"epoch {row.epoch:,}, {when(row.saved)}: {FATES[kind]}{', pinned' if pinned else ''}"
+        marks.append((place, f"tick-{kind}{pinned}", told))
+    return marks
+
+
+def _density(rows: Sequence[Row], fates: Sequence[str], title: str, told: str) -> Html:
+    counts = {kind: [0.0] * _BARS for kind in FATES}
+    for place, kind in zip(_places(rows), fates, strict=True):
+        counts[kind][min(_BARS - 1, int(place * _BARS))] += 1
+    highest = int(max(map(sum, zip(*counts.values(), strict=True))))
+    layers = [(f"fill-{kind}", counts[kind]) for kind in ("bad", "kept", "goes")]
+    return charts.bars(layers, title, told, "tl", count(highest, "epoch"))
 
 
 def _cadence(rows: Sequence[Row]) -> Html:
@@ -94,20 +101,20 @@ def _cadence(rows: Sequence[Row]) -> Html:
 def metrics(facts: Facts) -> Html:
     """Every number of the metadata as a curve."""
     if not facts.metrics:
-        return _section("metrics", "Metrics", tag("p", "The metadata of the epochs holds no numbers.", class_="dim"))
+        return section("metrics", "Metrics", tag("p", "The metadata of the epochs holds no numbers.", class_="dim"))
     shown = facts.metrics[:_CHARTS]
     figures = [_curve(metric, facts.rows, f"m{i}") for i, metric in enumerate(shown)]
     rows = [_metric_row(metric, facts.rows) for metric in facts.metrics]
     head = ("metric", "epochs", "first", "last", "lowest", "at epoch", "highest", "at epoch", "NaN or infinite")
     parts = [tag("div", *figures, class_="grid"), details("Metrics in numbers", table("Metrics", head, rows))]
     if len(facts.metrics) > len(shown):
-        parts.append(_thinned(f"{len(facts.metrics) - len(shown)} more metrics stand in the table only."))
+        parts.append(_note(f"{len(facts.metrics) - len(shown)} more metrics stand in the table only."))
     if facts.more_metrics:
-        parts.append(_thinned(f"{count(facts.more_metrics, 'more name')} of numbers in the metadata are left out."))
+        parts.append(_note(f"{count(facts.more_metrics, 'more name')} of numbers in the metadata are left out."))
     if any(len(metric.values) > charts.COLUMNS for metric in shown):
         text = f"At most {charts.COLUMNS} points a curve: the line is the mean of a group, the band reaches"
-        parts.append(_thinned(f"{text} from its lowest to its highest value."))
-    return _section("metrics", "Metrics", *parts)
+        parts.append(_note(f"{text} from its lowest to its highest value."))
+    return section("metrics", "Metrics", *parts)
 
 
 def _curve(metric: Metric, rows: Sequence[Row], name: str) -> Html:
@@ -117,9 +124,9 @@ def _curve(metric: Metric, rows: Sequence[Row], name: str) -> Html:
     told = f"last {last}, lowest {low} at epoch {low_at}, highest {high} at epoch {high_at}"
     if odd:
         told += f", not a finite number in {count(odd, 'epoch')}"
-    caption = tag("figcaption", tag("span", metric.name, class_="name"), tag("b", last))
+    caption = tag("figcaption", tag("span", esc(metric.name), class_="name"), tag("b", last))
     drawing = charts.line(metric.name, xs, metric.values, told, name)
-    axis = charts.epochs_axis([rows[i].epoch for i in metric.rows], [rows[i].saved for i in metric.rows])
+    axis = charts.epochs_axis([rows[i].epoch for i in metric.rows], [rows[i].saved for i in metric.rows], even=False)
     facts = tag("p", f"lowest {low} at {low_at} · highest {high} at {high_at}", class_="dim small")
     odd_note = tag("p", f"NaN or infinite in {count(odd, 'epoch')}", class_="bad small") if odd else Html("")
     return tag("figure", caption, drawing, axis, facts, odd_note)
@@ -133,7 +140,7 @@ def _metric_row(metric: Metric, rows: Sequence[Row]) -> tuple[str, ...]:
         low, high = min(values), max(values)
         ends = (number(low[0]), f"{rows[low[1]].epoch:,}", number(high[0]), f"{rows[high[1]].epoch:,}")
     first, last = number(metric.values[0]), number(metric.values[-1])
-    return (metric.name, f"{len(metric.values):,}", first, last, *ends, f"{odd:,}")
+    return (esc(metric.name), f"{len(metric.values):,}", first, last, *ends, f"{odd:,}")
 
 
 def space(facts: Facts) -> Html:
@@ -158,8 +165,8 @@ def space(facts: Facts) -> Html:
         content.append(tag("div", _stored_chart(facts), _reuse_chart(facts), class_="grid two"))
         if len(facts.rows) > _BARS:
             text = f"{len(facts.rows):,} epochs are drawn as {_BARS} bars or fewer"
-            content.append(_thinned(f"{text}: each is the mean of its group."))
-    return _section("space", "Space and reuse", *content)
+            content.append(_note(f"{text}: each is the mean of its group."))
+    return section("space", "Space and reuse", *content)
 
 
 def _sharing(facts: Facts) -> Html:
@@ -213,7 +220,7 @@ def averaged(values: Sequence[float]) -> list[float]:
 
 
 def _axis(rows: Sequence[Row]) -> Html:
-    return charts.epochs_axis([row.epoch for row in rows], [row.saved for row in rows])
+    return charts.epochs_axis([row.epoch for row in rows], [row.saved for row in rows], even=True)
 
 
 def records(facts: Facts) -> Html:
@@ -226,15 +233,15 @@ def records(facts: Facts) -> Html:
         curve = charts.spark(course, f"stored size of {record.name}", f"r{i}") if i < _SPARKS else "–"
         saving = join([charts.meter(stored / state if state else 0), f"{ratio(state, stored)}"], " ")
         epoch = f"{facts.rows[last].epoch:,}"
-        rows.append((record.name, f"{record.epochs:,}", epoch, size(state), size(stored), saving, curve))
+        rows.append((esc(record.name), f"{record.epochs:,}", epoch, size(state), size(stored), saving, curve))
     if not rows:
-        return _section("records", "Records", tag("p", "There are none.", class_="dim"))
+        return section("records", "Records", tag("p", "There are none.", class_="dim"))
     head = ("record", "epochs", "newest", "state", "stored", "ratio", "stored, over time")
     parts = [table("Records", head, rows)]
     if facts.more_records:
         others = count(facts.more_records, "other")
-        parts.append(_thinned(f"Only the first {MAX_RECORDS} names are followed; {others} left out."))
-    return _section("records", "Records", *parts)
+        parts.append(_note(f"Only the first {MAX_RECORDS} names are followed; {others} left out."))
+    return section("records", "Records", *parts)
 
 
 def arrays(facts: Facts) -> Html:
@@ -242,7 +249,7 @@ def arrays(facts: Facts) -> Html:
     found = facts.arrays
     if found is None:
         why = "; ".join(facts.notes) or "There is no intact epoch to look at."
-        return _section("arrays", "Largest arrays", tag("p", why, class_="dim"))
+        return section("arrays", "Largest arrays", tag("p", why, class_="dim"))
     text = (
         f"Epoch {found.epoch:,} holds {count(found.count, 'array')} of {size(found.nbytes)}: "
         + ", ".join(f"{dtype} {percent(nbytes, found.nbytes)}" for dtype, nbytes in list(found.dtypes.items())[:6])
@@ -250,10 +257,10 @@ def arrays(facts: Facts) -> Html:
     )
     rows = [
         (
-            one.path,
-            one.record,
-            one.dtype,
-            "×".join(map(str, one.shape)) or "one number",
+            esc(one.path),
+            esc(one.record),
+            esc(one.dtype, 40),
+            esc("×".join(map(str, one.shape)) or "one number", 60),
             size(one.nbytes),
             percent(one.nbytes, found.nbytes),
             percent(one.reused, one.nbytes),
@@ -261,7 +268,7 @@ def arrays(facts: Facts) -> Html:
         for one in found.largest
     ]
     head = ("array", "record", "type", "shape", "bytes", "of all", "unchanged since earlier")
-    return _section("arrays", "Largest arrays", tag("p", text), table("Largest arrays", head, rows, left=(0, 1, 2, 3)))
+    return section("arrays", "Largest arrays", tag("p", text), table("Largest arrays", head, rows, left=(0, 1, 2, 3)))
 
 
 def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
@@ -275,7 +282,7 @@ def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
         used = by_epoch.get(row.epoch)
         alone = size(used.bytes_alone) if used else "–"
         kind = fate(row.epoch, facts, damaged)
-        marks = [_FATES[kind], *(["pinned"] if row.epoch in facts.pins else []), *([row.run] if row.run else [])]
+        marks = [FATES[kind], *(["pinned"] if row.epoch in facts.pins else []), *([row.run] if row.run else [])]
         lacks = f"without {', '.join(row.left_out[:8])}" if row.left_out else ""
         fates = tag("span", "; ".join([*marks, *([lacks] if lacks else [])]), class_=kind)
         sizes = (size(row.bytes_state), size(row.bytes_needed), ratio(row.bytes_state, row.bytes_needed), alone)
@@ -286,13 +293,9 @@ def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
     title = f"All {every}" if len(chosen) == len(facts.rows) else f"{len(chosen):,} of {every}"
     note = Html("")
     if len(chosen) < len(facts.rows):
-        note = _thinned(f"The newest {_ROWS} epochs, and older ones that are pinned or damaged; --json has them all.")
-    return _section("epochs", "Epochs", details(title, shown), note)
+        note = _note(f"The newest {_ROWS} epochs, and older ones that are pinned or damaged; --json has them all.")
+    return section("epochs", "Epochs", details(title, shown), note)
 
 
-def _thinned(text: str) -> Html:
+def _note(text: str) -> Html:
     return tag("p", text, class_="dim small")
-
-
-def _section(name: str, title: str, *content: object) -> Html:
-    return tag("section", tag("h2", title, id=f"h-{name}"), *content, id=name, aria_labelledby=f"h-{name}")

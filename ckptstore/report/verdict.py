@@ -7,7 +7,20 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from ckptstore.report.facts import Facts
-from ckptstore.report.markup import Html, code, count, details, esc, join, lasting, percent, table, tag, time_tag
+from ckptstore.report.markup import (
+    Html,
+    code,
+    count,
+    details,
+    esc,
+    join,
+    lasting,
+    percent,
+    section,
+    table,
+    tag,
+    time_tag,
+)
 from ckptstore.wording import size
 
 _SHOWN = 100
@@ -86,6 +99,8 @@ def _go_tile(facts: Facts) -> Html:
     pruned = f"{size(usage.bytes_freed)} by a prune" + (" (example)" if facts.example else "")
     what = f": {count(len(plan.removed), 'epoch')}" if plan is not None and plan.removed else ""
     debris = f"{size(usage.bytes_debris)} of debris, by gc" if usage.bytes_debris else "no debris"
+    if usage.bytes_unknown:  # nobody can tell debris from what that epoch needs
+        debris = f"{size(usage.bytes_unknown)} may belong to a damaged epoch"
     return _tile("Can go", size(usage.bytes_freed + usage.bytes_debris), pruned + what, debris)
 
 
@@ -118,14 +133,14 @@ def health(facts: Facts, damaged: Mapping[int, str]) -> Html:
             parts.append(tag("p", f"The newest {_SHOWN} of {len(damaged):,}; --json has all.", class_="dim small"))
         text = "An epoch is lost only if it needs what is broken. latest() steps back to the newest intact one."
         parts.append(tag("p", text))
-    return _section("health", "Health", *parts, looked)
+    return section("health", "Health", *parts, looked)
 
 
 def prune(facts: Facts) -> Html:
     """What a prune would do, with the reason for every epoch, neighbours of one fate together."""
     plan = facts.usage.plan
     if plan is None or not facts.rows:
-        return _section("prune", "What a prune would do", tag("p", "There is nothing to prune.", class_="dim"))
+        return section("prune", "What a prune would do", tag("p", "There is nothing to prune.", class_="dim"))
     example = "Nobody gave a policy, so this is an example: " if facts.example else "By the policy "
     run = f" It concerns the epochs of run {facts.run}." if facts.run else ""
     freed = f"{count(len(plan.removed), 'epoch')} would go, {size(facts.usage.bytes_freed)} would be free"
@@ -137,12 +152,12 @@ def prune(facts: Facts) -> Html:
     fates += [(epoch, "goes", why) for epoch, why in plan.removed.items()]
     rows = list(_ranges(sorted(fates)))
     lines = [
-        (span, tag("span", fate, class_="goes" if fate == "goes" else "kept"), f"{n:,}", esc(why, 400))
+        (span, tag("span", fate, class_="goes" if fate == "goes" else "kept"), esc(why, 400), f"{n:,}")
         for span, fate, n, why in rows[-_REASONS:]
     ]
     parts = [
         tag("p", example, code(facts.policy), ". ", freed),
-        table("The plan", ("epochs", "", "how many", "why"), lines, left=(0, 1, 3)),
+        table("The plan", ("epochs", "", "why", "how many"), lines, left=(0, 1, 2)),
     ]
     if len(rows) > _REASONS:
         parts.append(
@@ -154,7 +169,7 @@ def prune(facts: Facts) -> Html:
     if facts.usage.bytes_debris:
         steps.append(("remove debris", _command("gc", facts)))
     parts.append(tag("ul", *(tag("li", what, ": ", code(line)) for what, line in steps), class_="steps"))
-    return _section("prune", "What a prune would do", *parts)
+    return section("prune", "What a prune would do", *parts)
 
 
 def _ranges(fates: Iterable[tuple[int, str, str]]) -> Iterable[tuple[str, str, int, str]]:
@@ -167,8 +182,8 @@ def _ranges(fates: Iterable[tuple[int, str, str]]) -> Iterable[tuple[str, str, i
 
 def _dropped(dropped: Mapping[int, Mapping[str, str]]) -> Html:
     fates = [(e, ", ".join(sorted(why)), "; ".join(sorted({*why.values()}))) for e, why in sorted(dropped.items())]
-    rows = [(span, esc(names), f"{n:,}", esc(why)) for span, names, n, why in _ranges(fates)][-_REASONS:]
-    shown = table("Records that would be dropped", ("epochs", "records", "how many", "why"), rows, left=(0, 1, 3))
+    rows = [(span, esc(names), esc(why), f"{n:,}") for span, names, n, why in _ranges(fates)][-_REASONS:]
+    shown = table("Records that would be dropped", ("epochs", "records", "why", "how many"), rows, left=(0, 1, 2))
     return details("Records that would be dropped", shown)
 
 
@@ -176,7 +191,7 @@ def pins(facts: Facts) -> Html:
     """Epochs that no prune takes, and why."""
     if not facts.pins:
         how = code(_command("pin", facts, "EPOCH --reason WHY"))
-        return _section("pins", "Pins", tag("p", "No epoch is pinned. To keep one from every prune: ", how))
+        return section("pins", "Pins", tag("p", "No epoch is pinned. To keep one from every prune: ", how))
     there = {row.epoch for row in facts.rows}
     rows = [
         (f"{epoch:,}", join([esc(why, 400), "" if epoch in there else " (there is no such epoch any more)"]))
@@ -187,14 +202,10 @@ def pins(facts: Facts) -> Html:
         if len(facts.pins) > _REASONS
         else ""
     )
-    return _section("pins", "Pins", table("Pinned epochs", ("epoch", "reason"), rows, left=(0, 1)), more)
+    return section("pins", "Pins", table("Pinned epochs", ("epoch", "reason"), rows, left=(0, 1)), more)
 
 
 def _command(name: str, facts: Facts, more: str = "") -> str:
     policy = facts.policy if name == "prune" else ""
     run = f"--run {shlex.quote(facts.run)}" if name == "prune" and facts.run else ""
     return " ".join(part for part in ("ckptstore", name, shlex.quote(facts.url), policy, run, more) if part)
-
-
-def _section(name: str, title: str, *content: object) -> Html:
-    return tag("section", tag("h2", title, id=f"h-{name}"), *content, id=name, aria_labelledby=f"h-{name}")
