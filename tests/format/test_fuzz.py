@@ -109,6 +109,9 @@ def sound_repository() -> dict[str, bytes]:
             with repo.begin(epoch, {"loss": 0.5, "nested": {"a": [1, None]}}) as txn:
                 txn.write("model", state())
                 txn.write_file("notes", __file__)
+        repo.pin(1, "the one in the paper")
+        repo.quarantine(2, "to be looked at")
+        repo.scrub(max_bytes=1)
         txn = repo.begin(3)
         objects = {info.key: store.get(info.key) for info in store.list()}
         txn.abort()
@@ -191,9 +194,17 @@ def bodies(draw: st.DrawFn, body: bytes) -> bytes:
 def repositories(draw: st.DrawFn) -> dict[str, bytes]:
     """All objects of a repository in which one document is hostile, and all digests are right."""
     objects = dict(SOUND)
-    victim = draw(st.sampled_from(["marker", "manifest", "lease", "index", "skeleton", "skeleton", "arrays", "frame"]))
-    if victim in ("marker", "manifest", "lease"):
-        key = {"marker": keys.MARKER, "manifest": MANIFEST, "lease": LEASE}[victim]
+    documents = {
+        "marker": keys.MARKER,
+        "manifest": MANIFEST,
+        "lease": LEASE,
+        "pin": keys.pin_key(1),
+        "quarantine": keys.quarantine_key(2, 1),
+        "checked": keys.CHECKED,
+    }
+    victim = draw(st.sampled_from([*documents, "index", "skeleton", "skeleton", "arrays", "frame"]))
+    if victim in documents:
+        key = documents[victim]
         objects[key] = sign(draw(bodies(body_of(objects[key]))))
         return objects
     manifest = json.loads(body_of(objects[MANIFEST]))
@@ -252,11 +263,23 @@ def uses(repo: Repository, folder: Path) -> Iterator[Callable[[], object]]:
             yield lambda epoch=epoch, name=name: repo.checkpoint(epoch).read_file(name, folder / "file")  # type: ignore[misc]
     yield lambda: repo.prune(KeepLast(1), dry_run=True)
     yield lambda: repo.gc(dry_run=True)
+    yield repo.quarantined
+    yield repo.holds
+    yield lambda: repo.scrub(max_bytes=1)
+    yield lambda: repo.verify(resume=True)
+    yield lambda: repo.repair(dry_run=True)
+    yield repo.repair
+    yield lambda: hold(repo)
     yield lambda: repo.save(4, {"model": state()})
     yield lambda: repo.save(2, {"model": state()}, replace=True)
     yield lambda: repo.prune(KeepLast(1))
     yield lambda: repo.gc(grace=0)
     yield lambda: repo.delete(2)
+
+
+def hold(repo: Repository) -> None:
+    with repo.hold(1) as ckpt:
+        ckpt.load()
 
 
 def names_of(repo: Repository, epoch: int) -> list[str]:
