@@ -32,6 +32,8 @@ log = logging.getLogger("ckptstore")
 
 _CACHED_INDEXES = 16
 _LOOKS = 20
+_BATCH = 64  # checkpoints whose indexes are read side by side, and
+_BATCH_CHUNKS = 20_000  # the references to chunks that are in memory at a time
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -357,6 +359,37 @@ class Catalog:
                 return None
             found.update(manifest.attempts, (manifest.attempt,))
         return frozenset(found)
+
+    def needs_of(self, manifests: Iterable[Manifest]) -> Iterator[tuple[Manifest, dict[str, int] | CorruptionError]]:
+        """What each of many checkpoints needs: content key → size; or why an index of it cannot be read.
+
+        Read side by side, and no more at a time than fit into some tens of MB.
+        """
+        waiting: list[Manifest] = []
+        chunks = 0
+        for manifest in manifests:
+            waiting.append(manifest)
+            chunks += sum(entry.chunks for entry in manifest.records)
+            if len(waiting) >= _BATCH or chunks > _BATCH_CHUNKS:
+                yield from zip(waiting, side_by_side(self.store.traits.concurrency, self._needs, waiting), strict=True)
+                waiting, chunks = [], 0
+        yield from zip(waiting, side_by_side(self.store.traits.concurrency, self._needs, waiting), strict=True)
+
+    def _needs(self, manifest: Manifest) -> dict[str, int] | CorruptionError:
+        needs = {entry.key: entry.stored_length for entry in manifest.records}
+        try:
+            for entry in manifest.records:
+                needs.update((chunk.key, chunk.stored_length) for chunk in self.index(entry).chunks)
+        except CorruptionError as error:
+            return error
+        return needs
+
+    def contents(self, *, many: bool) -> Iterator[ObjectInfo]:
+        """All chunks and indexes, listed; in parts where there are ``many``, because a store lists as a whole."""
+        for prefix in [keys.ATTEMPTS + digit for digit in "0123456789abcdef"] if many else [keys.ATTEMPTS]:
+            for info in self.store.list(prefix):
+                if keys.parse_content_key(info.key) is not None:
+                    yield info
 
     def reach(self, manifest: Manifest) -> set[str]:
         """Keys of all objects that a checkpoint needs, its manifest aside. CorruptionError if an index is damaged."""

@@ -32,6 +32,8 @@ from ckptstore.thinning import thin
 
 log = logging.getLogger("ckptstore")
 
+_MANY = 500  # epochs from which on content is listed in parts
+
 
 @dataclass(frozen=True)
 class PruneReport:
@@ -233,7 +235,7 @@ def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: f
             except StoreFullError as error:
                 dead.remove(sighting)
                 full[keys.lease_key(sighting.attempt)] = f"its attempt could not be flagged ({error})"
-    debris = _list_debris(store)
+    debris = _list_debris(catalog)
     # By sighting, not by name: a lease that was renewed since, or is new, protects its attempt after all.
     swept = sweep(catalog, debris.content, "no checkpoint reaches it", dead=dead, dry_run=dry_run)
     swept.spared.update(full)
@@ -282,11 +284,10 @@ def _superseded(catalog: Catalog, dry_run: bool) -> list[Removal]:
     return removed
 
 
-def _list_debris(store: Store) -> _Debris:
-    debris = _Debris()
-    for info in store.list(keys.ATTEMPTS):
-        if keys.parse_content_key(info.key) is not None:
-            debris.content[info.key] = info.size
+def _list_debris(catalog: Catalog) -> _Debris:
+    debris, store = _Debris(), catalog.store
+    for info in catalog.contents(many=len(catalog.committed()) > _MANY):
+        debris.content[info.key] = info.size
     for info in store.list("", partial=True):
         if keys.parse_partial_key(info.key) is not None:
             debris.scratch[info.key] = info

@@ -24,14 +24,17 @@ import msgspec
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import CorruptionError, ObjectExistsError, ObjectNotFoundError, StoreFullError
+from ckptstore.errors import CorruptionError, ObjectExistsError, StoreFullError
 from ckptstore.lease import EXPIRY, Sighting, read_leases
 from ckptstore.manifest import Manifest
+from ckptstore.pipeline import side_by_side
 from ckptstore.stores.base import Store
 
 log = logging.getLogger("ckptstore")
 
 _LOOKS = 5
+_FEW = 16
+_BATCH = 1024  # manifests in memory, or deletes on their way, at a time
 _IN_PROGRESS = "a save in progress may refer to it"
 
 
@@ -85,6 +88,7 @@ def sweep(
     it needs is unknown and everything it could need is kept.
 
     Args:
+        candidates: what something needs is taken out of them.
         dead: leases that do not count, because their attempts are condemned: attempt ids, or sightings, which stop
             counting as dead when the lease has been renewed since.
         gone: of a dry run: records by commit that are to be looked at as if they were deleted.
@@ -99,24 +103,35 @@ def sweep(
     for _ in range(2):
         more, unreadable = _protected_attempts(read_leases(catalog.store), dead)
         protected |= more
-        _reach(catalog, attempts, gone, found)
+        _reach(catalog, candidates, attempts, gone, found)
         blocked = blocked or unreadable or found.unsure
-    reached, unknown = found.keys, found.unknown
-    for key, size in sorted(candidates.items()):
+    going = []
+    for key in sorted(candidates):
         content = keys.parse_content_key(key)
-        if content is None or key in reached:
+        if content is None:
             continue
         if blocked:
             swept.spared[key] = blocked
         elif content[0] in protected:
             swept.spared[key] = _IN_PROGRESS
-        elif content[0] in unknown:
-            swept.spared[key] = f"{unknown[content[0]]} is damaged, so what it needs is unknown"
+        elif content[0] in found.unknown:
+            swept.spared[key] = f"{found.unknown[content[0]]} is damaged, so what it needs is unknown"
         else:
-            if not dry_run:
-                catalog.store.delete(key)
-            swept.removed.append(Removal(key, reason, size))
+            going.append(key)
+    if not dry_run:
+        _delete_all(catalog.store, going)
+    swept.removed = [Removal(key, reason, candidates[key]) for key in going]
     return swept
+
+
+def _delete_all(store: Store, going: list[str]) -> None:
+    """In any order: nothing needs any of them."""
+    if len(going) < _FEW:  # not worth the threads
+        for key in going:
+            store.delete(key)
+        return
+    for start in range(0, len(going), _BATCH):
+        side_by_side(store.traits.concurrency, store.delete, going[start : start + _BATCH])
 
 
 def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | str]) -> tuple[set[str], str | None]:
@@ -137,33 +152,53 @@ def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | s
 class _Reached:
     """What manifests reach."""
 
-    keys: set[str] = field(default_factory=set)
     unknown: dict[str, str] = field(default_factory=dict)  # attempt not fully known → why
     unsure: str | None = None  # a reason to delete nothing
     read: set[Committed] = field(default_factory=set)
 
 
-def _reach(catalog: Catalog, attempts: set[str], gone: Mapping[Committed, Collection[str]], found: _Reached) -> None:
-    """Add what the manifests that are not yet read reach within ``attempts``."""
+def _reach(
+    catalog: Catalog,
+    candidates: dict[str, int],
+    attempts: set[str],
+    gone: Mapping[Committed, Collection[str]],
+    found: _Reached,
+) -> None:
+    """Take out of ``candidates``, which are of ``attempts``, what the manifests that are not yet read reach."""
     for _ in range(_LOOKS):
         new = [commit for commit in catalog.committed() if commit not in found.read]
-        manifests = catalog.manifests(new)
-        for commit, manifest in manifests:
-            found.read.add(commit)
-            if isinstance(manifest, CorruptionError):
-                found.unsure = (
-                    f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
-                )
-            elif attempts.intersection(manifest.attempts):
-                left = tuple(entry for entry in manifest.records if entry.name not in gone.get(commit, ()))
-                try:
-                    found.keys |= catalog.reach(msgspec.structs.replace(manifest, records=left))
-                except CorruptionError as error:
-                    found.keys.update(entry.key for entry in manifest.records)
-                    found.unknown.update(dict.fromkeys(manifest.attempts, error.key or commit.key))
-        if len(manifests) == len(new):
+        before = len(found.read)
+        for start in range(0, len(new), _BATCH):
+            left = _left(catalog.manifests(new[start : start + _BATCH]), attempts, gone, found)
+            for manifest, needs in catalog.needs_of(left):
+                if isinstance(needs, CorruptionError):
+                    found.unknown.update(dict.fromkeys(manifest.attempts, needs.key or manifest.key))
+                    needs = {entry.key: 0 for entry in manifest.records}
+                for key in needs:
+                    candidates.pop(key, None)
+        if len(found.read) - before == len(new):
             return
     found.unsure = "checkpoints are deleted as fast as they are looked at"
+
+
+def _left(
+    manifests: Iterable[tuple[Committed, Manifest | CorruptionError]],
+    attempts: set[str],
+    gone: Mapping[Committed, Collection[str]],
+    found: _Reached,
+) -> list[Manifest]:
+    """Those that may reach objects of ``attempts``, without the records that are gone."""
+    left = []
+    for commit, manifest in manifests:
+        found.read.add(commit)
+        if isinstance(manifest, CorruptionError):
+            found.unsure = (
+                f"{commit.key} is damaged, so what it needs is unknown (delete epoch {commit.epoch}, or restore it)"
+            )
+        elif attempts.intersection(manifest.attempts):
+            records = tuple(entry for entry in manifest.records if entry.name not in gone.get(commit, ()))
+            left.append(msgspec.structs.replace(manifest, records=records))
+    return left
 
 
 def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
@@ -175,16 +210,21 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
     store = catalog.store
     result = Swept()
     candidates: dict[str, int] = {}
-    for commit in sorted(commits):
-        try:
-            candidates.update(_needs(catalog, catalog.manifest(commit)))
-        except CorruptionError as error:
+    ascending = sorted(commits)
+    for start in range(0, len(ascending), _BATCH):
+        found = catalog.manifests(ascending[start : start + _BATCH])  # without what another process has deleted
+        damaged = [manifest for _, manifest in found if isinstance(manifest, CorruptionError)]
+        for _, needs in catalog.needs_of(manifest for _, manifest in found if isinstance(manifest, Manifest)):
+            if isinstance(needs, CorruptionError):
+                damaged.append(needs)
+            else:
+                candidates.update(needs)
+        for error in damaged:
             log.warning("%s; gc will find what it needed", error)
-        except ObjectNotFoundError:
-            continue  # another process deleted it
-        if not dry_run:
-            store.delete(commit.key)
-        result.removed.append(Removal(commit.key, reason))
+        for commit, _ in found:
+            if not dry_run:
+                store.delete(commit.key)
+            result.removed.append(Removal(commit.key, reason))
     if dry_run:
         return result
     swept = sweep(catalog, candidates, reason)
@@ -202,13 +242,15 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
 def weigh(catalog: Catalog, gone: Mapping[Committed, Collection[str]], reason: str) -> list[Removal]:
     """The objects that would go with these records (by commit): those that nothing else needs. Reads all indexes."""
     candidates: dict[str, int] = {}
-    for commit, names in gone.items():
-        try:
-            manifest = catalog.manifest(commit)
-            records = tuple(entry for entry in manifest.records if entry.name in names)
-            candidates.update(_needs(catalog, msgspec.structs.replace(manifest, records=records)))
-        except (CorruptionError, ObjectNotFoundError):
-            continue
+    commits = list(gone)
+    for start in range(0, len(commits), _BATCH):
+        going = []
+        for commit, manifest in catalog.manifests(commits[start : start + _BATCH]):
+            if isinstance(manifest, Manifest):
+                records = tuple(entry for entry in manifest.records if entry.name in gone[commit])
+                going.append(msgspec.structs.replace(manifest, records=records))
+        for _, needs in catalog.needs_of(going):
+            candidates.update(needs if isinstance(needs, dict) else {})
     return sweep(catalog, candidates, reason, gone=gone, dry_run=True).removed
 
 
@@ -226,13 +268,6 @@ def _condemn_expired(store: Store, held: Collection[str]) -> list[Sighting]:
     except StoreFullError:  # no room for a flag
         return []
     return dead
-
-
-def _needs(catalog: Catalog, manifest: Manifest) -> dict[str, int]:
-    needs = {entry.key: entry.stored_length for entry in manifest.records}
-    for entry in manifest.records:
-        needs.update((chunk.key, chunk.stored_length) for chunk in catalog.index(entry).chunks)
-    return needs
 
 
 def remove_attempt(catalog: Catalog, attempt: str, reason: str) -> Swept:
