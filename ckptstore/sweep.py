@@ -126,12 +126,16 @@ def sweep(
 
 def _delete_all(store: Store, going: list[str]) -> None:
     """In any order: nothing needs any of them."""
-    if len(going) < _FEW:  # not worth the threads
-        for key in going:
+
+    def delete(start: int) -> None:
+        for key in going[start : start + _FEW]:
             store.delete(key)
+
+    if len(going) <= _FEW:  # not worth the threads
+        delete(0)
         return
     for start in range(0, len(going), _BATCH):
-        side_by_side(store.traits.concurrency, store.delete, going[start : start + _BATCH])
+        side_by_side(store.traits.concurrency, delete, range(start, min(start + _BATCH, len(going)), _FEW))
 
 
 def _protected_attempts(sightings: list[Sighting], dead: Collection[Sighting | str]) -> tuple[set[str], str | None]:
