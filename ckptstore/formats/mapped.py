@@ -49,8 +49,9 @@ class MappedFile:
         InvalidRecordError: it is no regular file, or cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, named: Path | None = None) -> None:
+        """``named`` is what errors call it, where ``path`` is a scratch file."""
+        self.path = named or path
         fd = open_regular(path)
         try:
             self.size = os.fstat(fd).st_size

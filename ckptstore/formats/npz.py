@@ -22,7 +22,14 @@ import numpy as np
 
 from ckptstore.arrays import MAX_BYTES, ArraySpec
 from ckptstore.dtypes import dtype_size, numpy_dtype
-from ckptstore.errors import CorruptionError, FormatError, InvalidRecordError, StoreFullError, UnsafeFileError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    FormatError,
+    InvalidRecordError,
+    StoreFullError,
+    UnsafeFileError,
+)
 from ckptstore.formats.mapped import MappedFile
 from ckptstore.formats.pytorch import torch_for
 from ckptstore.formats.structure import NAME, Held, described, rebuilt
@@ -115,20 +122,28 @@ def _member(file: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -
 
 def _unpacked(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> MappedFile:
     """A compressed member, in a file that vanishes with its last user."""
-    with tempfile.NamedTemporaryFile(prefix="ckptstore-") as aside, archive.open(info) as member:
-        try:
+    with _making_room(path), tempfile.NamedTemporaryFile(prefix="ckptstore-") as aside:
+        with _reading(path), archive.open(info) as member:
             left = info.file_size
             while block := member.read(_BLOCK):
                 left -= len(block)
                 if left < 0:
                     _damaged(path, f"its member {info.filename[:80]!r} is longer than it says")
-                aside.write(block)
-            aside.flush()
-        except OSError as error:
-            where = tempfile.gettempdir()
-            text = f"{path} could not be unpacked into {where}: {error.strerror}. Make room there, or set TMPDIR"
-            raise StoreFullError(text, errno=error.errno) from error
-        return MappedFile(Path(aside.name))
+                with _making_room(path):
+                    aside.write(block)
+        aside.flush()
+        return MappedFile(Path(aside.name), named=path)
+
+
+@contextmanager
+def _making_room(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CkptStoreError):
+            raise
+        text = f"{path} could not be unpacked into a scratch file: {error.strerror}. Make room, or set TMPDIR"
+        raise StoreFullError(text, errno=error.errno) from error
 
 
 @contextmanager
@@ -138,9 +153,9 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, IndexError, UnicodeDecodeError) as error:
         _damaged(path, f"it is no whole ZIP file ({error}): cut, or still being written", error)
-    except (NotImplementedError, RuntimeError, ValueError, LookupError, OverflowError) as error:
-        if isinstance(error, CorruptionError | UnsafeFileError):
-            raise
+    except CkptStoreError:
+        raise
+    except (NotImplementedError, RuntimeError, ValueError, LookupError, OverflowError, OSError) as error:
         _damaged(path, f"a member cannot be read ({error})", error)
 
 

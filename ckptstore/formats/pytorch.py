@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import warnings
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +28,7 @@ from ckptstore.formats.mapped import open_regular
 from ckptstore.formats.structure import Held
 
 OLDEST = (2, 10)
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_GLOBAL = re.compile(r"(?:GLOBAL |but got <class ')([\w.]+)")
 _loading = threading.Lock()
 
 
@@ -69,9 +68,12 @@ def read_torch(path: Path) -> Any:
         FormatError: no torch is installed that can read it safely.
         NotFoundError, InvalidRecordError: no such file, or none that can be read.
     """
-    os.close(open_regular(path))
+    fd = open_regular(path)
+    try:
+        zipped = os.pread(fd, 4, 0) == b"PK\x03\x04"
+    finally:
+        os.close(fd)
     torch = loading_torch(path)
-    zipped = zipfile.is_zipfile(path)
     # The older format has no arrays to map: torch reads it into memory.
     with _safe_numpy(torch), warnings.catch_warnings():
         warnings.simplefilter("ignore")

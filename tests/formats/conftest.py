@@ -1,4 +1,4 @@
-"""Helpers of the format tests: states of every kind of array, and files of other trainers, made by their own libraries."""
+"""Helpers of the format tests: states of every kind of array, and files of other trainers by their own libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def repo(tmp_path: Path) -> Any:
         yield opened
 
 
-def numpy_state() -> dict[str, Any]:
+def numpy_state() -> dict[Any, Any]:
     """Everything that a record can hold and that some format has no place for."""
     import ml_dtypes
 

@@ -182,7 +182,7 @@ def test_files_come_back_under_their_names(repo: Repository, tmp_path: Path) -> 
         txn.write_file("model", tmp_path / "model-7.mpk")
         txn.write("extra", {"w": np.arange(3)})
     for form in ("safetensors", "npz"):
-        with pytest.raises(ckptstore.InvalidArgumentError, match='model of epoch 7 is a file .* format="files"'):
+        with pytest.raises(ckptstore.InvalidArgumentError, match=r'model of epoch 7 is a file .* format="files"'):
             repo.export(7, tmp_path / "out", form)
     repo.export(7, tmp_path / "out", "files")
     assert (tmp_path / "out" / "model-7.mpk").read_bytes() == b"burn" * 50_000
