@@ -63,6 +63,7 @@ _CODES: tuple[tuple[type[CkptStoreError], int], ...] = (
 
 # The library speaks to authors of Python; these are the same things on a command line.
 _WORDS = (
+    ('use format="files"', "use --format files"),
     (", or open it with create=True", " or create it with a first `ckptstore save`"),
     ("exists: choose another folder", "exists: choose another --to"),
     ("or pass force=True to overwrite it", "or overwrite it with --force"),
