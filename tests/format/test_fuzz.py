@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore import CorruptionError, FormatError, InvalidRecordError, KeepLast, Repository, keys
+from ckptstore.checked import decode_checked
 from ckptstore.codecs import decode, encode
 from ckptstore.errors import CkptStoreError
 from ckptstore.jsonsize import decoded_size
@@ -40,6 +41,8 @@ from ckptstore.manifest import (
     digest_of,
     encode_index,
 )
+from ckptstore.pins import decode_pin
+from ckptstore.quarantine import decode_mark
 from ckptstore.stores.local import LocalStore
 from ckptstore.stores.memory import MemoryStore
 
@@ -354,6 +357,9 @@ DECODERS: list[Callable[[bytes], object]] = [
     decode_marker,
     lambda data: decode_manifest(data, MANIFEST),
     lambda data: decode_lease(data, LEASE),
+    lambda data: decode_pin(data, keys.pin_key(1)),
+    lambda data: decode_mark(data, keys.quarantine_key(2, 1)),
+    decode_checked,
     lambda data: decode_index(data, entry_of(data)),
     lambda data: decode(data, None, 1000, "attempts/x/chunks/y"),
 ]
