@@ -200,4 +200,4 @@ def legend(entries: Sequence[tuple[str, object]]) -> Html:
 
 def _framed(drawing: Html, top: str, bottom: str) -> Html:
     labels = tag("span", top, class_="top"), tag("span", bottom, class_="bottom")
-    return tag("div", drawing, *labels, class_="plot")
+    return tag("div", drawing, *labels, class_="plot framed")

@@ -102,13 +102,14 @@ def metrics(facts: Facts) -> Html:
     """Every number of the metadata as a curve."""
     if not facts.metrics:
         return section("metrics", "Metrics", tag("p", "The metadata of the epochs holds no numbers.", class_="dim"))
-    shown = facts.metrics[:_CHARTS]
+    every = sorted(facts.metrics, key=lambda metric: -len(metric.values))
+    shown = every[:_CHARTS]
     figures = [_curve(metric, facts.rows, f"m{i}") for i, metric in enumerate(shown)]
-    rows = [_metric_row(metric, facts.rows) for metric in facts.metrics]
+    rows = [_metric_row(metric, facts.rows) for metric in every]
     head = ("metric", "epochs", "first", "last", "lowest", "at epoch", "highest", "at epoch", "NaN or infinite")
     parts = [tag("div", *figures, class_="grid"), details("Metrics in numbers", table("Metrics", head, rows))]
-    if len(facts.metrics) > len(shown):
-        parts.append(_note(f"{len(facts.metrics) - len(shown)} more metrics stand in the table only."))
+    if len(every) > len(shown):
+        parts.append(_note(f"{len(every) - len(shown)} more metrics stand in the table only."))
     if facts.more_metrics:
         parts.append(_note(f"{count(facts.more_metrics, 'more name')} of numbers in the metadata are left out."))
     if any(len(metric.values) > charts.COLUMNS for metric in shown):
