@@ -64,6 +64,8 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("tiers", "OPEN_SECONDS", "seconds that `open` waits for lower tiers to answer", FIXED),
     ("replication", "FIRST_WAIT_SECONDS", "seconds between attempts at a tier that fails, doubled each time", FIXED),
     ("replication", "LONGEST_WAIT_SECONDS", "seconds between them at most", FIXED),
+    ("events", "FLUSH_SECONDS", "seconds that `close` and exit wait for listeners to hear what was told", FIXED),
+    ("scrub", "_SAVE_SECONDS", "seconds between two puts of its record while `scrub` reads", FIXED),
     ("doctor.speed", "SECONDS", "seconds after which `doctor` begins no more measurement", "`--no-speed`"),
     ("doctor.speed", "_CELL_SECONDS", "seconds after which a thread of a measurement puts no more", FIXED),
     ("doctor.verbs", "_LATE_SECONDS", "seconds that `doctor` waits for what a listing should show", FIXED),

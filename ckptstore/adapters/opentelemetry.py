@@ -16,7 +16,7 @@ from opentelemetry import metrics
 from ckptstore import __version__, events
 
 URL, OUTCOME, FAILURE, ERROR = "ckptstore.url", "ckptstore.outcome", "ckptstore.failure", "error.type"
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Bounds of the buckets of histograms that are advised; a view of the SDK overrides them."""
 
 
@@ -35,7 +35,7 @@ class OpenTelemetryEvents:
             return meter.create_counter(f"ckptstore.{name}", unit, about).add
 
         def histogram(name: str, about: str) -> Any:
-            bounds = {"explicit_bucket_boundaries_advisory": SECONDS}
+            bounds = {"explicit_bucket_boundaries_advisory": BUCKETS}
             return meter.create_histogram(f"ckptstore.{name}", "s", about, **bounds).record
 
         self._saves = counter("saves", "{save}", "Saves that have ended: committed, failed or skipped.")

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from ckptstore import events
 
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Bounds of the buckets of all histograms."""
 
 
@@ -32,7 +32,7 @@ class PrometheusEvents:
             return Gauge(f"ckptstore_{name}", about, ("url",), registry=registry, multiprocess_mode="mostrecent")
 
         def histogram(name: str, about: str) -> Histogram:
-            return Histogram(f"ckptstore_{name}", about, ("url",), registry=registry, buckets=SECONDS)
+            return Histogram(f"ckptstore_{name}", about, ("url",), registry=registry, buckets=BUCKETS)
 
         self._saves = counter("saves_total", "Saves that have ended: committed, failed or skipped.", "outcome")
         self._failures = counter("save_failures_total", "Saves that failed, by class of the error.", "error", "failure")

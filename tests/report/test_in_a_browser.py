@@ -1,4 +1,4 @@
-"""The page in headless Chromium: it asks for nothing, fits a phone, can be read in the dark, and its charts are there."""
+"""The page in headless Chromium: it asks for nothing, fits a phone, is good to read in the dark, has its charts."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def test_ten_thousand_epochs_are_quick(browser: Browser, urls: dict[str, str]) -
     try:
         assert shown.run("document.querySelectorAll('*').length") < 12_000
         share = (
-            "(() => { const all = [...document.querySelectorAll('figure')].filter(f => f.innerText.includes('metric-0'));"
+            "(() => { const all = [...document.querySelectorAll('figure')]"
+            ".filter(f => f.innerText.includes('metric-0'));"
             "const box = all[0].querySelector('svg').getBoundingClientRect();"
             "return all[0].querySelector('.curve').getBoundingClientRect().width / box.width; })()"
         )
@@ -213,7 +214,7 @@ def test_printed_it_shows_all(browser: Browser, urls: dict[str, str]) -> None:
 
 
 def test_who_cannot_see_it_is_told(browser: Browser, urls: dict[str, str]) -> None:
-    """In the tree that a screen reader gets every chart has a name and a description, every table a caption and heads."""
+    """To a screen reader every chart has a name and a description, every table a caption and heads."""
     shown = browser.open(urls["trouble"], 1280)
     try:
         shown.call("Accessibility.enable")
