@@ -145,6 +145,8 @@ class Caring:
         keep: Policy | None = None,
         limit: float | None = None,
         progress: Progress | None = None,
+        *,
+        dry_run: bool = False,
     ) -> MirrorReport:
         """Copy the epochs that another repository lacks, the newest first, each as a whole or not at all.
 
@@ -159,6 +161,7 @@ class Caring:
             keep: of those only what this policy keeps, e.g. ``KeepLast(3)``.
             limit: bytes a second that are sent, on average.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
+            dry_run: copy nothing; the report says what would be copied.
 
         Returns:
             What became of each epoch: damaged ones of the source and conflicts are reported, not raised.
@@ -171,6 +174,9 @@ class Caring:
         if policy is not None and not isinstance(policy, Policy):
             raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
         numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
+        if options.check_flag("dry_run", dry_run):
+            looked_at = Place(to._catalog, "")
+            return Mirror(self._catalog, looked_at).plan(choose(self._catalog, numbers, policy))
         begun = time.perf_counter()
         mirror = Mirror(self._catalog, self._place(to), limit=limit, progress=progress)
         report = mirror.run(choose(self._catalog, numbers, policy))

@@ -57,9 +57,10 @@ class EpochCopy:
 
 @dataclass(frozen=True, slots=True)
 class MirrorReport:
-    """What a mirror did, epoch by epoch, ascending."""
+    """What a mirror did, epoch by epoch, ascending. With ``dry_run`` what it would do: "copied" are those to copy."""
 
     epochs: tuple[EpochCopy, ...]
+    dry_run: bool = False
 
     @property
     def ok(self) -> bool:
@@ -157,10 +158,7 @@ class Mirror:
             StoreError: one of the stores failed. What was copied is there; call it again, and it goes on.
             TransactionError: another process cleaned up what this one was writing, time and again.
         """
-        self._commits = {}
-        for commit in self._target.catalog.committed():
-            self._commits.setdefault(commit.epoch, []).append(commit)
-        there = self._all_there([m for _, m in chosen if isinstance(m, Manifest)])
+        there = self._look([m for _, m in chosen if isinstance(m, Manifest)])
         total = sum(m.bytes_state for _, m in chosen if isinstance(m, Manifest))
         done = 0
         copies = []
@@ -173,6 +171,24 @@ class Mirror:
             done += manifest.bytes_state
             Meter(self._progress, total).add(done)
         return MirrorReport(tuple(sorted(copies, key=lambda copy: copy.epoch)))
+
+    def plan(self, chosen: Sequence[tuple[Committed, Manifest | CorruptionError]]) -> MirrorReport:
+        """What ``run`` would do, as far as manifests tell: damage of chunks is found when they are read."""
+        there = self._look([m for _, m in chosen if isinstance(m, Manifest)])
+        copies = [
+            EpochCopy(commit.epoch, "damaged", manifest.message, commit.key)
+            if isinstance(manifest, CorruptionError)
+            else there.get(commit.epoch) or EpochCopy(commit.epoch, "copied", bytes_state=manifest.bytes_state)
+            for commit, manifest in chosen
+        ]
+        return MirrorReport(tuple(sorted(copies, key=lambda copy: copy.epoch)), dry_run=True)
+
+    def _look(self, manifests: list[Manifest]) -> dict[int, EpochCopy]:
+        """List the target, and judge what it has."""
+        self._commits = {}
+        for commit in self._target.catalog.committed():
+            self._commits.setdefault(commit.epoch, []).append(commit)
+        return self._all_there(manifests)
 
     def _all_there(self, manifests: list[Manifest]) -> dict[int, EpochCopy]:
         """What the target has and keeps, all epochs side by side: a mirror that has little to do should be quick."""

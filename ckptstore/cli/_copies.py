@@ -83,7 +83,7 @@ def as_json(copy: EpochCopy) -> dict[str, Any]:
     return {name: getattr(copy, name) for name in EpochCopy.__dataclass_fields__}
 
 
-def print_copies(copies: Sequence[EpochCopy]) -> None:
+def print_copies(copies: Sequence[EpochCopy], *, dry_run: bool = False) -> None:
     """A line for each epoch, but one for all that were there already."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in ("epoch", "state", "found there", "sent"):
@@ -96,7 +96,10 @@ def print_copies(copies: Sequence[EpochCopy]) -> None:
         if copy.outcome == "copied":
             sizes = [size(n) for n in (copy.bytes_state, copy.bytes_reused, copy.bytes_sent)]
         reason = copy.reason.replace(copy.key, short_key(copy.key)) if copy.key else copy.reason
-        outcome = Text(copy.outcome, _STYLES.get(copy.outcome, ""))
+        if dry_run and copy.outcome == "copied":
+            sizes[1:] = "--"
+        word = "to copy" if dry_run and copy.outcome == "copied" else copy.outcome
+        outcome = Text(word, _STYLES.get(copy.outcome, ""))
         table.add_row(str(copy.epoch), *sizes, Text.assemble(outcome, f": {clean(reason)}" if reason else ""))
     if table.row_count:
         out().print(table)

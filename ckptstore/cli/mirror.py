@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ckptstore import MirrorReport, parse_policy
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
+from ckptstore import MirrorReport, Repository, parse_policy
+from ckptstore.cli._common import Debug, DryRun, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
 from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, chosen_epochs, print_copies, rate
 from ckptstore.cli._format import clean, size, to_json
+from ckptstore.errors import RepositoryNotFoundError
+from ckptstore.stores import MemoryStore
 
 _CONFLICT, _CORRUPT = 1, 4
 
@@ -36,6 +39,7 @@ def mirror(
     epochs: _Epochs = None,
     keep: _Keep = None,
     limit: Limit = None,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     to_option: ToOptions = None,
@@ -54,13 +58,14 @@ def mirror(
     begun = time.perf_counter()
     with open_repository(source, option, False, create=False) as here:
         wanted = chosen_epochs(epochs, here.epochs() if epochs else ())
-        with open_repository(target, to_option, unsafe, create=True) as there:
+        with _target(target, to_option, unsafe, dry_run) as there:
             with progress_bar("mirroring") as move:
-                report = here.mirror(there, wanted, policy, limit=bytes_a_second, progress=move)
-            urls = here.url, there.url
+                report = here.mirror(there, wanted, policy, limit=bytes_a_second, progress=move, dry_run=dry_run)
+            urls = here.url, target if dry_run else there.url
     seconds = time.perf_counter() - begun
     if json:
-        facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "bytes_sent": report.bytes_sent}
+        facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "dry_run": dry_run}
+        facts["bytes_sent"] = report.bytes_sent
         print_json(to_json({**facts, "seconds": round(seconds, 3), "epochs": [as_json(c) for c in report.epochs]}))
     else:
         _print(urls[1], report, seconds)
@@ -68,10 +73,18 @@ def mirror(
         raise typer.Exit(_CORRUPT if report.of("damaged") else _CONFLICT)
 
 
+def _target(url: str, option: list[str] | None, unsafe: bool, dry_run: bool) -> Repository:
+    if dry_run:
+        with suppress(RepositoryNotFoundError):
+            return open_repository(url, option, unsafe, create=False)
+        return Repository(MemoryStore())  # as empty as what is not there
+    return open_repository(url, option, unsafe, create=True)
+
+
 def _print(target: str, report: MirrorReport, seconds: float) -> None:
-    print_copies(report.epochs)
+    print_copies(report.epochs, dry_run=report.dry_run)
     words = {
-        "copied": "copied",
+        "copied": "to copy" if report.dry_run else "copied",
         "there": "there already",
         "newer": "newer there",
         "conflict": "of another content there",
@@ -80,4 +93,8 @@ def _print(target: str, report: MirrorReport, seconds: float) -> None:
     }
     counts = [f"{len(report.of(outcome))} {word}" for outcome, word in words.items() if report.of(outcome)]  # type: ignore[arg-type]
     counted = ", ".join(counts) or "the source holds no checkpoint yet"
+    if report.dry_run:
+        state = sum(copy.bytes_state for copy in report.epochs if copy.outcome == "copied")
+        out().print(Text(f"{clean(target)}: {counted}; {size(state)} of state"))
+        return
     out().print(Text(f"{clean(target)}: {counted}; sent {size(report.bytes_sent)} in {seconds:.1f} s"))

@@ -74,6 +74,20 @@ def test_mirror(run: Run, state_repo: Path, tmp_path: Path) -> None:
     assert "3 there already" in run("mirror", state_repo, target).out
 
 
+def test_mirror_dry_run(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """It says what would be copied, and writes nothing: not even the folder."""
+    target = tmp_path / "two"
+    planned = run("mirror", state_repo, target, "--dry-run", "--json")
+    assert planned.code == 0
+    assert planned.json["dry_run"] is True
+    assert [(c["epoch"], c["outcome"]) for c in planned.json["epochs"]] == [(1, "copied"), (2, "copied"), (3, "copied")]
+    assert not target.exists()
+    assert run("mirror", state_repo, target, "--epochs", "2").code == 0
+    assert "2 to copy, 1 there already" in run("mirror", state_repo, target, "--dry-run").out
+    with ckptstore.open(target, create=False) as repo:
+        assert repo.epochs() == [2]
+
+
 def test_mirror_of_some(run: Run, state_repo: Path, tmp_path: Path) -> None:
     """``--epochs`` chooses; a number that is not there is exit code 3, and then no target is made."""
     missing = run("mirror", state_repo, tmp_path / "two", "--epochs", "2,7", "--json")
