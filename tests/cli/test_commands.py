@@ -39,6 +39,18 @@ def test_help_names_every_command_and_shows_an_example(run: Run) -> None:
         assert f"Example: ckptstore {command}" in " ".join(shown.out.split())
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_the_commands(shell: str) -> None:
+    """What ``--install-completion`` sets up asks the program, and it answers with the commands that begin so."""
+    asked = {"_CKPTSTORE_COMPLETE": f"complete_{shell}", "COMP_WORDS": "ckptstore rep", "COMP_CWORD": "1"}
+    asked |= {"_TYPER_COMPLETE_ARGS": "ckptstore rep", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    code = "import sys; sys.argv = ['ckptstore']; from ckptstore.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert "repair" in done.stdout
+    assert "report" in done.stdout
+    assert "verify" not in done.stdout
+
+
 def test_version_is_the_package_version(run: Run) -> None:
     """``--version`` prints the version of the installed package."""
     assert run("--version").out == f"ckptstore {ckptstore.__version__}\n"
