@@ -187,6 +187,9 @@ class _Union(Policy):
     def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
         return {**self.second.keep(epochs), **self.first.keep(epochs)}
 
+    def __str__(self) -> str:
+        return f"({self.first} | {self.second})"
+
 
 @dataclass(frozen=True)
 class _Intersection(Policy):
@@ -196,6 +199,9 @@ class _Intersection(Policy):
     def keep(self, epochs: Sequence[EpochInfo]) -> dict[int, str]:
         second = self.second.keep(epochs)
         return {e: f"{why} and {second[e]}" for e, why in self.first.keep(epochs).items() if e in second}
+
+    def __str__(self) -> str:
+        return f"({self.first} & {self.second})"
 
 
 @dataclass(frozen=True)

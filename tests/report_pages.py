@@ -1,7 +1,4 @@
-"""Repositories for pages: a real run that is small, and everything that may be wrong with one.
-
-``python -m tests.report_pages FOLDER`` makes the page of the documentation there, and its pictures.
-"""
+"""Repositories for pages: a real run that is small, and everything that may be wrong with one."""
 
 from __future__ import annotations
 

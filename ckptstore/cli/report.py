@@ -25,9 +25,7 @@ from ckptstore.cli._common import (
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli.prune import Keep, Records, Run, policy_of
 from ckptstore.errors import InvalidArgumentError
-from ckptstore.report import EXAMPLE, as_dict, collect, page
-
-_EXAMPLE = f"--keep '{EXAMPLE}'".replace("n=", "")
+from ckptstore.report import as_dict, collect, page
 
 _Output = Annotated[
     Path | None,
@@ -74,7 +72,7 @@ def report(
     check = _check(verify)
     opened = open_repository(url, option, unsafe, create=False, run=run)
     with opened as repo, progress_bar("counting", counting=True) as move:
-        facts = collect(repo, policy, policy_text=" ".join(words) or _EXAMPLE, check=check, progress=move)
+        facts = collect(repo, policy, policy_text=" ".join(words), check=check, progress=move)
     found = as_dict(facts)
     if output is not None:
         text = page(facts).encode()

@@ -6,6 +6,7 @@ epoch a row of numbers is kept, of its metadata the metrics, and of both no more
 
 from __future__ import annotations
 
+import shlex
 import time
 from array import array
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from ckptstore.checkpoint import metadata_of
 from ckptstore.errors import CkptStoreError, CorruptionError
 from ckptstore.manifest import Manifest
 from ckptstore.pipeline import Progress
-from ckptstore.policies import AnyPolicy, KeepLast
+from ckptstore.policies import AnyPolicy, KeepLast, PerRecord, Policy
 from ckptstore.report.largest import Arrays, arrays_of
 from ckptstore.repository import Repository
 from ckptstore.stores.space import Space
@@ -126,6 +127,14 @@ class Facts:
         return dict(sorted(found.items()))
 
 
+def _options(policy: AnyPolicy) -> str:
+    """A policy as options of ``ckptstore prune``."""
+    if isinstance(policy, Policy):
+        return f"--keep {shlex.quote(str(policy))}"
+    each = policy.policies if isinstance(policy, PerRecord) else policy
+    return " ".join(f"--record {shlex.quote(f'{name}={one}')}" for name, one in each.items())
+
+
 def collect(
     repo: Repository,
     policy: AnyPolicy | None = None,
@@ -138,7 +147,7 @@ def collect(
 
     Args:
         policy: what a prune would keep; by default an example (``EXAMPLE``), and the report says that it is one.
-        policy_text: the policy in the words of whoever gave it.
+        policy_text: the policy as options of ``ckptstore prune``, in the words of whoever gave it.
         check: look at every epoch, not only at the newest: 0 compares names and sizes, a share up to 1 reads so much of
             the chunks.
         progress: called with ``(epochs done, epochs in all)`` while usage is counted.
@@ -180,7 +189,7 @@ def collect(
         skipped=tuple(skipped),
         checked=checked,
         usage=usage,
-        policy=policy_text or str(chosen),
+        policy=policy_text or _options(chosen),
         example=policy is None,
         run=repo.run_id,
         pins=repo.pins(),

@@ -229,7 +229,7 @@ def test_who_cannot_see_it_is_told(browser: Browser, urls: dict[str, str]) -> No
         assert all(named)
         assert any("2 damaged" in name for name in named)
         assert shown.run(
-            "[...document.querySelectorAll('table')].every(t => t.caption && t.tHead && t.caption.innerText)"
+            "[...document.querySelectorAll('table')].every(t => t.caption && t.tHead && t.caption.textContent)"
         )
         assert shown.run("document.documentElement.lang") == "en"
         levels = shown.run("[...document.querySelectorAll('h1,h2,h3')].map(h => +h.tagName[1])")

@@ -108,3 +108,17 @@ def test_any_text(text: str) -> None:
         assert isinstance(parse_policy(text), Policy)
     except InvalidArgumentError:
         pass
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KeepLast(3),
+        KeepLast(3) | KeepBest("loss", 2),
+        (KeepLast(3) | KeepEvery(10)) & KeepBest("a'b", 1, "max"),
+        KeepLast(1) | KeepEvery(10) & KeepLast(7),
+    ],
+)
+def test_a_policy_is_written_as_it_is_read(policy: Policy) -> None:
+    """What a policy says of itself is what a command line takes for it."""
+    assert parse_policy(str(policy)) == policy

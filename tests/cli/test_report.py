@@ -1,0 +1,73 @@
+"""``report``: the page, the same as JSON, and what is refused."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Run, chunks_of, flip
+
+
+def test_the_page_and_the_json_say_the_same(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """One file with the answer at its top; a prune is offered as a command that can be run."""
+    page = tmp_path / "report.html"
+    result = run("report", state_repo, "-o", page, "--keep", "KeepLast(2) | KeepBest('loss')")
+    assert result.code == 0
+    assert "Epoch 3" in result.out
+    text = page.read_text("utf-8")
+    assert "<script" not in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert "--keep" in html.unescape(text)
+    found = run("report", state_repo, "--json").json
+    assert found["verdict"]["text"] in html.unescape(text)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_names_are_text_and_not_markup(run: Run, tmp_path: Path) -> None:
+    """Records, metrics and reasons come from the store: whatever they hold is shown as it is."""
+    bad = "<img src=x onerror=alert(1)>"
+    with ckptstore.open(tmp_path / "r") as repo:
+        repo.save(1, {"m": {bad: [1.0, 2.0]}}, {bad: 1.5, "loss": 2.0, "note": "</style><script>alert(2)</script>"})
+        repo.pin(1, bad)
+    assert run("report", tmp_path / "r", "-o", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "<img" not in text
+    assert "<script" not in text
+    assert html.escape(bad) in text
+
+
+def test_damage_is_shown_and_no_error(run: Run, state_repo: Path) -> None:
+    """A report on a damaged repository can be made; it says what is wrong."""
+    flip(chunks_of(state_repo, 3)[0])
+    found = run("report", state_repo, "--json", "--verify", "full")
+    assert found.code == 0
+    assert "damaged" in found.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ((), 1),
+        (("-o", "{tmp}/no/such/folder.html"), 1),
+        (("-o", "{tmp}"), 1),
+        (("--json", "--verify", "much"), 1),
+        (("--json", "--verify", "0%"), 1),
+        (("--json", "--keep", "KeepAll()"), 1),
+    ],
+)
+def test_what_makes_no_sense(run: Run, state_repo: Path, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    """One line says what is wrong; nothing is written."""
+    before = sorted(tmp_path.rglob("*"))
+    result = run("report", state_repo, *(word.replace("{tmp}", str(tmp_path)) for word in words))
+    assert result.code == code
+    assert result.err.startswith("error: ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_no_repository(run: Run, tmp_path: Path) -> None:
+    """Nothing is made where there is nothing."""
+    assert run("report", tmp_path / "nothing", "--json").code == 3
+    assert not (tmp_path / "nothing").exists()
