@@ -137,7 +137,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             repo.delete(epoch)
         except EpochNotFoundError:
             assert epoch not in self.model.seeds
-        self.model.seeds.pop(epoch, None)
+        self.model.deleted(epoch)
 
     @rule(keep=st.integers(1, 3), other=st.booleans())
     def prune(self, keep: int, other: bool) -> None:
@@ -146,10 +146,10 @@ class RepositoryMachine(RuleBasedStateMachine):
         intact = self.model.newest_intact()
         report = repo.prune(KeepLast(keep))
         assert set(report.removed) | set(report.kept) == set(self.model.seeds)
-        assert not set(sorted(self.model.seeds)[-keep:]) & set(report.removed)
+        assert not {*sorted(self.model.seeds)[-keep:], *self.model.pinned} & set(report.removed)
         assert intact == self.model.newest_intact()
         for epoch in report.removed:
-            del self.model.seeds[epoch]
+            self.model.deleted(epoch)
 
     @rule(grace=st.sampled_from((0.0, 60.0, EXPIRY)), other=st.booleans())
     def gc(self, grace: float, other: bool) -> None:
@@ -288,7 +288,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             txn._give_up(error)
         else:
             self.counts["committed"] += 1
-            self.model.seeds[txn.epoch] = seed
+            self.model.saved(txn.epoch, seed)
 
     @precondition(lambda self: self.txns)
     @rule(writer=WRITERS)
@@ -326,7 +326,9 @@ class RepositoryMachine(RuleBasedStateMachine):
             else:
                 # An index that was read and verified before it was damaged may be remembered.
                 assert all("/records/" in key for key in damaged)
-                assert is_state(loaded, seed)
+                thin = {"optim"} if epoch in self.model.thin else set()
+                assert set(checkpoint.left_out) == thin
+                assert is_state(loaded, seed, thin)
                 assert checkpoint.metadata == {"seed": seed}
                 self.counts["checked"] += 1
         self.repo._resumed.clear()  # looking is not resuming
@@ -348,7 +350,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         newer = [commit for commit in reversed(Catalog(self.store).committed()) if commit > expected]
         assert [(skip.epoch, skip.generation) for skip in latest.skipped] == [(c.epoch, c.generation) for c in newer]
         assert all(skip.key in self.model.broken for skip in latest.skipped)
-        assert is_state(latest.load(), latest.metadata["seed"])
+        assert is_state(latest.load(), latest.metadata["seed"], latest.left_out)
         self.repo._resumed.clear()
 
     @invariant()
@@ -381,7 +383,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             return
         assert replace or epoch not in self.model.seeds
         self.counts["committed"] += 1
-        self.model.seeds[epoch] = seed
+        self.model.saved(epoch, seed)
         assert not self.model.damaged(epoch), "a save built on what was known to be damaged"
 
     def crash(self, crash: tuple[int, When], act: Callable[[Repository], object]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from ckptstore import keys
+from ckptstore import keys, pins
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import CorruptionError, EpochNotFoundError
 from ckptstore.repository import Repository
@@ -37,19 +37,20 @@ def state_of(seed: int) -> State:
     return {"model": {"frozen": frozen, "w": wide}, "optim": {"m": noise.random(8), "step": seed}}
 
 
-def is_state(loaded: State, seed: int) -> bool:
-    """Whether a loaded state is that of the seed, bit for bit."""
-    wanted = state_of(seed)
+def is_state(loaded: State, seed: int, without: Collection[str] = ()) -> bool:
+    """Whether a loaded state is that of the seed, bit for bit, ``without`` some of its records."""
+    wanted = {name: record for name, record in state_of(seed).items() if name not in without}
     return bool(
         loaded.keys() == wanted.keys()
         and all(loaded[name].keys() == wanted[name].keys() for name in wanted)
-        and loaded["optim"]["step"] == seed
-        and all(
-            loaded[name][key].dtype == wanted[name][key].dtype
-            and np.array_equal(loaded[name][key].view(np.uint8), wanted[name][key].view(np.uint8))
-            for name, key in (("model", "frozen"), ("model", "w"), ("optim", "m"))
-        )
+        and all(_same(loaded[name][key], value) for name in wanted for key, value in wanted[name].items())
     )
+
+
+def _same(loaded: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, np.ndarray):
+        return bool(loaded == wanted)
+    return loaded.dtype == wanted.dtype and np.array_equal(loaded.view(np.uint8), wanted.view(np.uint8))
 
 
 def scribble(state: State) -> None:
@@ -67,6 +68,8 @@ class Model:
 
     Attributes:
         seeds: epoch → seed of its content.
+        thin: epochs whose optimizer was dropped.
+        pinned: epochs that no prune may take.
         broken: key → what a damage has put there; None: it is gone.
         whole: key → what was there before.
         foreign: key → content of what others have put beside the repository.
@@ -75,17 +78,35 @@ class Model:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.seeds: dict[int, int] = {}
+        self.thin: set[int] = set()
+        self.pinned: set[int] = set()
         self.broken: dict[str, bytes | None] = {}
         self.whole: dict[str, bytes] = {}
         self.foreign: dict[str, bytes] = {}
         self._chunks: dict[str, list[str]] = {}  # key of a record index → what it listed before anybody damaged it
 
+    def saved(self, epoch: int, seed: int) -> None:
+        """A save has committed."""
+        self.seeds[epoch] = seed
+        self.thin.discard(epoch)
+
+    def deleted(self, epoch: int) -> None:
+        """The epoch is gone, and its pin with it."""
+        self.seeds.pop(epoch, None)
+        self.thin.discard(epoch)
+        self.pinned.discard(epoch)
+
     def settle(self, epoch: int, seed: int | None) -> None:
-        """The epoch is this now."""
+        """The epoch is this now, after something that may have come to its end or not."""
+        self.pinned = set(pins.pinned(self.store))
         if seed is None:
             self.seeds.pop(epoch, None)
-        else:
-            self.seeds[epoch] = seed
+            self.thin.discard(epoch)
+            return
+        self.seeds[epoch] = seed
+        with suppress(CorruptionError):
+            left_out = Repository(self.store).checkpoint(epoch).left_out
+            self.thin = self.thin | {epoch} if left_out else self.thin - {epoch}
 
     def seed_on_the_store(self, epoch: int) -> int | None:
         """The seed of an epoch as its manifest tells it; that of the model if the manifest is damaged."""
@@ -164,6 +185,7 @@ class Model:
         return list(dict.fromkeys(found))
 
     def expected_objects(self) -> set[str]:
-        """What a repository without debris holds: the marker, a reserve maybe, what epochs need, what is not ours."""
+        """What a repository without debris holds: marker, pins, maybe a reserve, what epochs need, what is not ours."""
         reserve = [info.key for info in self.store.list(keys.RESERVE)]
-        return {keys.MARKER}.union(reserve, self.foreign, *(self.needs(epoch) for epoch in self.seeds))
+        pinned = map(keys.pin_key, self.pinned)
+        return {keys.MARKER}.union(reserve, pinned, self.foreign, *(self.needs(epoch) for epoch in self.seeds))

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.stores.base import Store
 from ckptstore.stores.local import LocalStore
+from ckptstore.testing.keeping import KeepingMachine
 from ckptstore.testing.machine import RepositoryMachine
 
 ROUNDS = settings(
@@ -42,3 +43,9 @@ class TestLocal(LocalMachine.TestCase):  # type: ignore[misc,valid-type]
     """P1 to P5 hold on a folder after every step of random runs."""
 
     settings = settings(ROUNDS, max_examples=max(5, ROUNDS.max_examples // 4))
+
+
+class TestKeeping(KeepingMachine.TestCase):  # type: ignore[misc,valid-type]
+    """P1 to P5 hold after every step, with pins and with policies for each record."""
+
+    settings = ROUNDS
