@@ -48,4 +48,4 @@ class TestLocal(LocalMachine.TestCase):  # type: ignore[misc,valid-type]
 class TestKeeping(KeepingMachine.TestCase):  # type: ignore[misc,valid-type]
     """P1 to P5 hold after every step, with pins and with policies for each record."""
 
-    settings = ROUNDS
+    settings = settings(ROUNDS, max_examples=max(10, ROUNDS.max_examples // 4))
