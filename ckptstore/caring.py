@@ -178,7 +178,7 @@ class Caring:
             looked_at = Place(to._catalog, "")
             return Mirror(self._catalog, looked_at).plan(choose(self._catalog, numbers, policy))
         begun = time.perf_counter()
-        mirror = Mirror(self._catalog, self._place(to), limit=limit, progress=progress)
+        mirror = Mirror(self._catalog, self._place(to), limit=limit, hold=True, progress=progress)
         report = mirror.run(choose(self._catalog, numbers, policy))
         facts = {"copied": len(report.of("copied")), "bytes_sent": report.bytes_sent, "ok": report.ok}
         where, seconds = to._catalog.store.traits.url, time.perf_counter() - begun
@@ -206,7 +206,7 @@ class Caring:
         """
         number = check_epoch(epoch)
         replace = options.check_flag("replace", replace)
-        mirror = Mirror(self._catalog, self._place(to), limit=limit, replace=replace, progress=progress)
+        mirror = Mirror(self._catalog, self._place(to), limit=limit, replace=replace, hold=True, progress=progress)
         [done] = mirror.run(choose(self._catalog, [number], None)).epochs
         if done.outcome == "damaged":
             raise CorruptionError(done.reason, key=done.key, epoch=number)

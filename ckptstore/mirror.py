@@ -7,10 +7,12 @@ The newest epoch goes first, because it is the one that will be missed most.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +20,16 @@ from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.checkpoint import metadata_of
 from ckptstore.copying import CopyTransaction, SourceDamageError
-from ckptstore.errors import CorruptionError, EpochExistsError, EpochNotFoundError, FencedError, TransactionError
+from ckptstore.errors import (
+    CorruptionError,
+    EpochExistsError,
+    EpochNotFoundError,
+    FencedError,
+    StoreError,
+    TransactionError,
+)
 from ckptstore.fence import Fence
+from ckptstore.hold import held
 from ckptstore.manifest import Manifest
 from ckptstore.pipeline import Meter, Progress, side_by_side
 from ckptstore.policies import EpochInfo, Policy
@@ -27,6 +37,8 @@ from ckptstore.reader import read_index
 from ckptstore.stores.base import Store
 from ckptstore.throttle import Throttle
 from ckptstore.transaction import Plan
+
+log = logging.getLogger("ckptstore")
 
 Outcome = Literal["copied", "there", "newer", "conflict", "damaged", "gone"]
 
@@ -131,6 +143,7 @@ class Mirror:
     Args:
         limit: bytes a second that are sent, on average; None for no limit.
         replace: also where the target has an epoch of its own under that number.
+        hold: each epoch in the source while it is copied, if the source can be written: a prune there spares it.
     """
 
     def __init__(
@@ -140,12 +153,14 @@ class Mirror:
         *,
         limit: float | None = None,
         replace: bool = False,
+        hold: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self._source = source
         self._target = target
         self._throttle = Throttle(limit)
         self._replace = replace
+        self._hold = hold
         self._progress = progress
         self._commits: dict[int, list[Committed]] = {}  # of the target, by epoch, ascending
         self._listings = _Listings(target.catalog.store)
@@ -275,7 +290,7 @@ class Mirror:
         commits = [*self._near(manifest.epoch), *self._commits[manifest.epoch]]
         txn = CopyTransaction(target, plan, commits, self._source, manifest, self._throttle, meter)
         self._target.told(txn)
-        with txn:
+        with self._held(manifest), txn:
             txn.copy()
             made: Manifest = txn.commit()
         self._commits[manifest.epoch] = [Committed(made.epoch, made.generation)]
@@ -287,6 +302,18 @@ class Mirror:
             bytes_reused=txn.tally.bytes_reused,
             bytes_sent=txn.tally.bytes_sent,
         )
+
+    @contextmanager
+    def _held(self, manifest: Manifest) -> Iterator[None]:
+        """Hold it in the source. Where that cannot be: a prune may take it meanwhile, which the copy finds out."""
+        where = self._target.catalog.store.traits.url
+        with ExitStack() as stack:
+            if self._hold:
+                try:
+                    stack.enter_context(held(self._source, manifest, f"copied to {where}"))
+                except StoreError as error:
+                    log.info("epoch %d is copied without a hold on it: %s", manifest.epoch, error)
+            yield
 
     def _near(self, epoch: int) -> list[Committed]:
         """Commits of the target that probably share most with an epoch, the best last: lower and nearer ones."""

@@ -355,8 +355,9 @@ def test_a_wrong_byte_on_the_way_is_read_again() -> None:
 # ---- beside others ---------------------------------------------------------------------------------------------
 
 
-def test_the_source_may_replace_or_delete_an_epoch_meanwhile() -> None:
-    """Replaced: its new content is copied. Deleted: it is reported as gone. Never as damage."""
+@pytest.mark.parametrize("held", [True, False])
+def test_the_source_may_replace_or_delete_an_epoch_meanwhile(held: bool) -> None:
+    """Held: what was asked for is copied. Else the new content is, or it is reported as gone; never as damage."""
     one, two = Interfering(MemoryStore()), MemoryStore()
     source = filled(one)
     other = open_repo(one)
@@ -366,6 +367,11 @@ def test_the_source_may_replace_or_delete_an_epoch_meanwhile() -> None:
             self._hook("get", key, False)
             return super().get(key, start, end)
 
+        def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+            if not held:
+                raise AccessError("read only")
+            super().put(key, data, if_absent=if_absent)
+
     reading = Reading(one)
     reading.after = False
     gone_chunk = chunks_of(one, 8)
@@ -373,15 +379,49 @@ def test_the_source_may_replace_or_delete_an_epoch_meanwhile() -> None:
     reading.at = lambda verb, key: verb == "get" and key in own
     reading.interfere = lambda: other.save(8, make_state(88), replace=True)
     assert open_repo(reading).copy(8, open_repo(two)).outcome == "copied"
+    assert_same(open_repo(two).checkpoint(8).load(), make_state(8 if held else 88))
+    assert open_repo(reading).copy(8, open_repo(two)).outcome == ("copied" if held else "there")
     assert_same(open_repo(two).checkpoint(8).load(), make_state(88))
 
     own = set(chunks_of(one, 7).values())
     reading.interfere = lambda: other.delete(7)
     report = open_repo(reading).mirror(open_repo(two), epochs=[3, 7])
-    assert_outcomes(report, copied=[3], gone=[7])
+    assert_outcomes(report, **{"copied": [3, 7]} if held else {"copied": [3], "gone": [7]})
     assert report.ok
     assert source.epochs() == [3, 8]
     assert_no_debris(two)
+
+
+def test_a_prune_of_the_source_spares_what_is_being_copied() -> None:
+    """P5: the epoch is held while it is read, with the reason, and no longer. The next prune takes it."""
+    one, two = MemoryStore(), Interfering(MemoryStore())
+    source, trainer = filled(one), open_repo(one)
+    pruned: list[Any] = []
+
+    def interfere() -> None:
+        pruned.append(trainer.prune(KeepLast(1)))
+        pruned.append(trainer.holds())
+
+    two.at, two.interfere = lambda verb, key: verb == "put" and "/chunks/" in key, interfere
+    assert source.copy(7, open_repo(two)).outcome == "copied"
+    report, holds = pruned
+    assert list(holds) == [7]
+    assert holds[7].endswith(f": copied to {two.traits.url}")
+    assert source.epochs() == [7, 8]
+    assert report.kept[7] == holds[7]
+    assert not read_leases(one)
+    trainer.prune(KeepLast(1))
+    assert source.epochs() == [8]
+    assert_same(open_repo(two).checkpoint(7).load(), make_state(7))
+
+
+def test_a_source_that_refuses_writes_is_copied_without_a_hold() -> None:
+    """Who may only read can copy all the same."""
+    one, two = MemoryStore(), MemoryStore()
+    filled(one)
+    refusing = FaultStore(one, [Fault(verb, error=AccessError("read only"), times=None) for verb in ("put", "delete")])
+    assert_outcomes(open_repo(refusing).mirror(open_repo(two)), copied=[3, 7, 8])
+    assert_copied(one, two, (3, 7, 8))
 
 
 def test_gc_and_prune_in_the_target_leave_a_mirror_alone() -> None:
