@@ -171,6 +171,30 @@ class MirrorDone(Event):
     seconds: float
 
 
+@dataclass(frozen=True)
+class TierCopied(Event):
+    """An epoch is durable in the lower tier at ``to``. ``committed_at``: when it was committed first (seconds since
+    1970; NaN if nobody knows)."""
+
+    to: str
+    epoch: int
+    committed_at: float
+    bytes_sent: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TierFailed(Event):
+    """Copying to the lower tier at ``to`` has failed, ``failures`` times in a row; it is tried again, unless a newer
+    writer has taken the run over. ``error`` and ``failure``: as of ``SaveFailed``."""
+
+    to: str
+    error: str
+    failure: Failure
+    message: str
+    failures: int
+
+
 @dataclass(frozen=True, slots=True)
 class RetryEvent:
     """Attempt number ``attempt`` failed with ``error``; the next one starts in ``wait`` seconds.

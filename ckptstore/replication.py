@@ -39,6 +39,7 @@ from ckptstore.policies import PerRecord, Policy
 from ckptstore.repository import Repository
 from ckptstore.roll import Entry, Roll, lacking
 from ckptstore.stores.opening import is_bucket
+from ckptstore.telling import TierWatch
 
 log = logging.getLogger("ckptstore")
 
@@ -302,6 +303,7 @@ class Replicator:
         self.opened.set()
         what = f"the next attempt in {seconds:.0f} s" if again else "no more is copied by this process"
         log.warning("copying to %s failed, %d in a row, %s: %s", self.url, self.failures, what, error)
+        TierWatch(self._first._events, self.url).failed(error, self.failures)
         end = time.monotonic() + seconds
         while again and (left := end - time.monotonic()) > 0:
             with self._turn:
@@ -350,8 +352,9 @@ class Replicator:
         place = replace(self._first._place(member), told=self._begun, fence=self._fence(member))
         may_replace = entry.first.attempt in self._overwrite
         mirror = Mirror(source, place, limit=self._lower.limit, replace=may_replace)
+        tell = TierWatch(self._first._events, self.url)
         try:
-            copies = mirror.run(source.manifests([entry.commit])).epochs
+            copies = mirror.run(found := source.manifests([entry.commit])).epochs
         except StoreFullError:
             next(iter(member._reclaim.steps(entry.epoch)), 0)
             raise
@@ -362,6 +365,8 @@ class Replicator:
                 met = (self.known or {}).get(entry.epoch)
                 self._stuck[entry.epoch, entry.first.attempt] = (copy.reason, met)
                 log.warning("epoch %d cannot be copied to %s: %s", copy.epoch, self.url, copy.reason)
+            if copy.outcome == "copied":
+                tell.copied(found[0][1], copy.bytes_sent)
         if entry.first.attempt in self._deleted:
             with suppress(EpochNotFoundError):
                 member.delete(entry.epoch)

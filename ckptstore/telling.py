@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
-from ckptstore.events import Emitter, SaveCommitted, SaveFailed, SaveStarted, failure_of
+from ckptstore.errors import CorruptionError
+from ckptstore.events import Emitter, SaveCommitted, SaveFailed, SaveStarted, TierCopied, TierFailed, failure_of
 from ckptstore.manifest import Manifest
 from ckptstore.writer import Tally
 
@@ -51,6 +52,26 @@ class SaveWatch:
         seconds = time.perf_counter() - self._begun
         held, background = (seconds, False) if self._held is None else (self._held, True)
         self._emitter.tell(kind, epoch=self._epoch, background=background, seconds=seconds, stall_seconds=held, **facts)
+
+
+class TierWatch:
+    """Tells how one copy to the lower tier at ``to`` has ended. It begins now."""
+
+    def __init__(self, emitter: Emitter, to: str) -> None:
+        self._emitter = emitter
+        self._to = to
+        self._begun = time.perf_counter()
+
+    def copied(self, manifest: Manifest | CorruptionError, bytes_sent: int) -> None:
+        """It is durable there."""
+        assert isinstance(manifest, Manifest)  # what is damaged is never copied
+        facts = {"epoch": manifest.epoch, "committed_at": timestamp(manifest.created), "bytes_sent": bytes_sent}
+        self._emitter.tell(TierCopied, to=self._to, seconds=time.perf_counter() - self._begun, **facts)
+
+    def failed(self, error: Exception, failures: int) -> None:
+        """For the time being, for the ``failures``-th time in a row."""
+        facts = {"error": type(error).__name__, "failure": failure_of(error), "message": str(error)}
+        self._emitter.tell(TierFailed, to=self._to, failures=failures, **facts)
 
 
 def timestamp(created: str) -> float:

@@ -16,6 +16,7 @@ LEVELS: dict[type[Any], int] = {
     events.SaveFailed: logging.ERROR,
     events.DamageFound: logging.ERROR,
     events.SaveSkipped: logging.WARNING,
+    events.TierFailed: logging.WARNING,  # it is tried again
     events.RetryEvent: logging.DEBUG,  # the logger "ckptstore" tells of them, and never floods
     events.SaveStarted: logging.DEBUG,
 }

@@ -51,6 +51,9 @@ class OpenTelemetryEvents:
         self._damage = counter("damage", "{finding}", "How often an epoch was found damaged.")
         self._pruned = counter("prune.epochs", "{epoch}", "Epochs that prunings removed.")
         self._prune_failures = counter("prune.failures", "{prune}", "Prunings that failed.")
+        self._copied = counter("tier.epochs", "{epoch}", "Epochs that were copied to a lower tier.")
+        self._copied_bytes = counter("tier.sent", "By", "What was sent to a lower tier.")
+        self._copy_failures = counter("tier.failures", "{copy}", "Copies to a lower tier that failed.")
         self._freed = counter("freed", "By", "What prunings and gc removed from the store.")
         meter.create_observable_gauge(
             "ckptstore.newest.age", [self._ages], "s", "Age of the newest durable epoch that this process knows of."
@@ -114,3 +117,13 @@ class OpenTelemetryEvents:
 
     def _on_GcDone(self, event: events.GcDone, where: dict[str, str]) -> None:  # noqa: N802
         self._freed(event.bytes_freed, where)
+
+    def _on_TierCopied(self, event: events.TierCopied, where: dict[str, str]) -> None:  # noqa: N802
+        below = {URL: event.to}
+        self._copied(1, below)
+        self._copied_bytes(event.bytes_sent, below)
+        if event.epoch >= self._newest.get(event.to, (0, 0.0))[0]:  # the newest is copied first, what it lacks after it
+            self._newest[event.to] = event.epoch, event.committed_at
+
+    def _on_TierFailed(self, event: events.TierFailed, where: dict[str, str]) -> None:  # noqa: N802
+        self._copy_failures(1, {URL: event.to, ERROR: event.error, FAILURE: event.failure})

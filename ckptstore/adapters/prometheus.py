@@ -34,6 +34,7 @@ class PrometheusEvents:
         def histogram(name: str, about: str) -> Histogram:
             return Histogram(f"ckptstore_{name}", about, ("url",), registry=registry, buckets=BUCKETS)
 
+        self._below: dict[str, int] = {}  # the newest epoch in each lower tier
         self._saves = counter("saves_total", "Saves that have ended: committed, failed or skipped.", "outcome")
         self._failures = counter("save_failures_total", "Saves that failed, by class of the error.", "error", "failure")
         self._seconds = histogram("save_seconds", "From the call of a save to its end, pruning included.")
@@ -52,6 +53,9 @@ class PrometheusEvents:
         self._damage = counter("damage_found_total", "How often an epoch was found damaged.")
         self._pruned = counter("pruned_epochs_total", "Epochs that prunings removed.")
         self._prune_failures = counter("prune_failures_total", "Prunings that failed.")
+        self._copied = counter("tier_copied_epochs_total", "Epochs that were copied to the lower tier at url.")
+        self._copied_bytes = counter("tier_sent_bytes_total", "Bytes that were sent to the lower tier at url.")
+        self._copy_failures = counter("tier_failures_total", "Copies to the lower tier at url that failed.", "failure")
         self._freed = counter("freed_bytes_total", "Stored bytes that prunings and gc removed.")
 
     def __call__(self, event: events.AnyEvent) -> None:
@@ -104,6 +108,16 @@ class PrometheusEvents:
 
     def _on_GcDone(self, event: events.GcDone, url: str) -> None:  # noqa: N802
         self._freed.labels(url).inc(event.bytes_freed)
+
+    def _on_TierCopied(self, event: events.TierCopied, url: str) -> None:  # noqa: N802
+        self._copied.labels(event.to).inc()
+        self._copied_bytes.labels(event.to).inc(event.bytes_sent)
+        if event.epoch >= self._below.get(event.to, 0):  # the newest is copied first, what it lacks after it
+            self._below[event.to] = event.epoch
+            self._know(event.epoch, event.committed_at, event.to)
+
+    def _on_TierFailed(self, event: events.TierFailed, url: str) -> None:  # noqa: N802
+        self._copy_failures.labels(event.to, event.failure).inc()
 
     def _know(self, epoch: int, committed_at: float, url: str) -> None:
         self._newest.labels(url).set(epoch)

@@ -32,6 +32,7 @@ from ckptstore import (
     StoreError,
     Tier,
     TieredRepository,
+    events,
     replication,
 )
 from ckptstore.catalog import Catalog
@@ -195,6 +196,32 @@ def test_a_bucket_that_is_down_holds_nothing_up(caplog: pytest.LogCaptureFixture
     with Repository(slow, create=False) as alone:
         assert alone.epochs() == [1, 2, 3, 4, 5, 6, 7]
         assert alone.verify().ok
+
+
+def test_copies_are_told() -> None:
+    """Each epoch that has arrived, when it was committed first, and each failure, by its class; of the run's url."""
+    switch = Switch(MemoryStore())
+    heard: list[events.AnyEvent] = []
+    with tiered(MemoryStore(), switch.store, on_event=heard.append) as repo:
+        repo.save(1, tiny_state(1))
+        assert repo.wait_for_tiers(20)
+        switch.down.set()
+        repo.save(2, tiny_state(2))
+        eventually(lambda: repo.tiers(look=False)[1].failures > 0)
+        switch.down.clear()
+        assert repo.wait_for_tiers(20)
+        lower = repo.members[1].url
+    copied = [event for event in heard if isinstance(event, events.TierCopied)]
+    committed = {event.epoch: event for event in heard if isinstance(event, events.SaveCommitted)}
+    assert [event.epoch for event in copied] == [1, 2]
+    for event in copied:
+        assert (event.url, event.to) == (committed[event.epoch].url, lower)
+        assert event.committed_at == committed[event.epoch].committed_at
+        assert event.bytes_sent > 0
+    failed = [event for event in heard if isinstance(event, events.TierFailed)]
+    assert failed[0].to == lower
+    assert [event.failures for event in failed] == list(range(1, len(failed) + 1))
+    assert "does not answer" in failed[0].message
 
 
 def test_the_newest_goes_first() -> None:

@@ -45,6 +45,11 @@ ALL: list[Any] = [
     events.PruneDone(**WHERE, epochs=(), thinned=(), bytes_freed=0, seconds=1.0, error="StoreError"),
     events.GcDone(**WHERE, objects=3, bytes_freed=50, seconds=1.0),
     events.MirrorDone(**WHERE, to="memory://other", copied=2, bytes_sent=9, ok=True, seconds=1.0),
+    events.TierCopied(**WHERE, to="memory://lower", epoch=7, committed_at=NOW - 60, bytes_sent=40, seconds=1.0),
+    events.TierCopied(**WHERE, to="memory://lower", epoch=6, committed_at=NOW - 90, bytes_sent=2, seconds=1.0),
+    events.TierFailed(
+        **WHERE, to="memory://lower", error="StoreFullError", failure="space", message="no room", failures=1
+    ),
 ]
 
 
@@ -139,6 +144,11 @@ def test_prometheus_counts_each_event() -> None:
         'pruned_epochs_total{url="U"}': 2,
         'prune_failures_total{url="U"}': 1,
         'freed_bytes_total{url="U"}': 550,
+        'tier_copied_epochs_total{url="memory://lower"}': 2,
+        'tier_sent_bytes_total{url="memory://lower"}': 42,
+        'tier_failures_total{failure="space",url="memory://lower"}': 1,
+        'newest_epoch{url="memory://lower"}': 7,
+        'newest_epoch_timestamp_seconds{url="memory://lower"}': NOW - 60,
     }
     found = {series: values.get(f"ckptstore_{series.replace('U', URL)}") for series in expected}
     assert found == pytest.approx(expected)
@@ -250,6 +260,9 @@ def test_opentelemetry_records_each_event() -> None:
         ("ckptstore.prune.epochs", ""): 2,
         ("ckptstore.prune.failures", "error.type=StoreError"): 1,
         ("ckptstore.freed", ""): 550,
+        ("ckptstore.tier.epochs", ""): 2,
+        ("ckptstore.tier.sent", ""): 42,
+        ("ckptstore.tier.failures", "ckptstore.failure=space,error.type=StoreFullError"): 1,
     }
     sums = collected.sums()
     age = sums.pop(("ckptstore.newest.age", ""))
