@@ -23,7 +23,7 @@ else:
 
 settings.register_profile("dev", deadline=None, max_examples=30)
 settings.register_profile(
-    "ci", deadline=None, max_examples=200, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", deadline=None, max_examples=100, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
