@@ -12,9 +12,10 @@ from rich.text import Text
 
 import ckptstore
 from ckptstore import Tier, TierStatus, parse_policy
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, out, print_json, storage_options
+from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, storage_options, warn
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.stores.opening import is_bucket
 
 _OLD, _UNAVAILABLE = 1, 5
 _SPAN = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)?")
@@ -60,7 +61,8 @@ def tiers(
 ) -> None:
     """Show how each tier stands: its newest epoch, how old that is, and what it is still to get from the first tier.
 
-    Without [cyan]--copy[/cyan] nothing is written; a trainer may be running. Exit code 5: a tier does not answer.
+    Without [cyan]--copy[/cyan] nothing is written; a trainer may be running. The first tier must be there (exit code
+    3): only a save makes it. Exit code 5: a tier does not answer.
 
     Example: [cyan]ckptstore tiers /nvme/run s3://bucket/run --max-age 6h[/cyan]
     """
@@ -68,6 +70,8 @@ def tiers(
     policy = None if keep is None else parse_policy(keep)
     if len(urls) < 2:
         raise InvalidArgumentError("name two tiers or more, the fast one first")
+    first = option if is_bucket(urls[0]) else None
+    open_repository(urls[0], first, unsafe, create=False).close()  # a misspelt one is not to be made
     places: list[str | Tier] = [urls[0], *(Tier(url, keep=policy) for url in urls[1:])]
     options: dict[str, Any] = {"unsafe_single_writer": unsafe, "run_id": "", "exit_timeout": 0.0}
     with ckptstore.open(places, storage_options(option), create=False, **options) as repo:
@@ -79,6 +83,9 @@ def tiers(
         print_json(to_json({"tiers": [asdict(one) for one in found], "too_old": [one.url for one in late]}))
     else:
         _print(found)
+    for one in late:
+        said = "holds no epoch" if one.age is None else f"its newest epoch is {_age(one.age)} old"
+        warn(f"{one.url}: {said}, and --max-age is {max_age}")
     if any(one.error for one in found):
         raise typer.Exit(_UNAVAILABLE)
     if late:

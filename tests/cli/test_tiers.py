@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
+from tests.conftest import Bucket
 
 
 def test_tiers(run: Run, state_repo: Path, tmp_path: Path) -> None:
@@ -27,7 +28,10 @@ def test_tiers(run: Run, state_repo: Path, tmp_path: Path) -> None:
     assert table.code == 0
     for word in ("tier", "newest", "age", "waiting"):
         assert word in table.out
-    assert run("tiers", state_repo, bucket, "--max-age", "0").code == 1
+    late = run("tiers", state_repo, bucket, "--max-age", "0")
+    assert late.code == 1
+    assert f"{bucket}: its newest epoch is" in late.err
+    assert "--max-age is 0" in late.err
     assert run("tiers", state_repo, bucket, "--json", "--max-age", "0").json["too_old"]
 
 
@@ -39,6 +43,7 @@ def test_tiers(run: Run, state_repo: Path, tmp_path: Path) -> None:
         ("tiers {} {}", 1),
         ("tiers {} {}-no --max-age soon", 1),
         ("tiers {}-no {}-none", 3),
+        ("tiers {}-no {}", 3),
     ],
 )
 def test_what_makes_no_sense(run: Run, state_repo: Path, line: str, code: int) -> None:
@@ -46,6 +51,7 @@ def test_what_makes_no_sense(run: Run, state_repo: Path, line: str, code: int) -
     result = run(*line.replace("{}", str(state_repo)).split())
     assert result.code == code
     assert result.err.startswith("error: ")
+    assert not state_repo.with_name(f"{state_repo.name}-no").exists()  # looking makes no tier
 
 
 def test_a_tier_that_does_not_answer(run: Run, state_repo: Path, tmp_path: Path) -> None:
@@ -56,3 +62,17 @@ def test_a_tier_that_does_not_answer(run: Run, state_repo: Path, tmp_path: Path)
     assert result.code == 5
     assert result.json["tiers"][1]["error"]
     assert result.json["tiers"][0]["newest"] == 3
+
+
+def test_options_are_for_the_buckets(
+    run: Run, state_repo: Path, s3: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder before a bucket: ``--option`` is for the bucket, and a folder that is not there is not made."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.storage_options["secret"])
+    bucket = f"s3://{s3.name}/{tmp_path.name}-tiers"
+    options = ("--option", f"endpoint_url={s3.endpoint}")
+    assert run("tiers", state_repo, bucket, "--copy", "1min", *options).code == 0
+    result = run("tiers", tmp_path / "typo", bucket, *options)
+    assert result.code == 3
+    assert not (tmp_path / "typo").exists()
