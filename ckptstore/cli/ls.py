@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -28,14 +29,35 @@ from ckptstore.manifest import Manifest
 _WIDE = 100  # columns from which on the records are listed by name
 _RUN = 24  # columns for the name of a run
 _Listing = list[tuple[Committed, Manifest | CorruptionError]]
-_Aside = dict[str, str | None]  # key of the manifest → why it is quarantined
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Why epochs are not as others: by the key of their manifest, and by their number."""
+
+    aside: dict[str, str | None]
+    pins: dict[int, str]
+    holds: dict[int, str]
+
+    def of(self, commit: Committed) -> dict[str, str | None]:
+        """As JSON has it."""
+        pinned, held = self.pins.get(commit.epoch), self.holds.get(commit.epoch)
+        return {"quarantined": self.aside.get(commit.key), "pinned": pinned, "held": held}
+
+    def text(self, commit: Committed) -> Text:
+        """For people."""
+        found = self.of(commit)
+        words = [f"{name.upper()}: {why}" for name, why in found.items() if why is not None and name != "held"]
+        words += [found["held"]] if found["held"] is not None else []
+        return _line("; ".join(words), "bold yellow" if found["quarantined"] is not None else "bold")
 
 
 def ls(url: Url, json: Json = False, option: Options = None, unsafe: Unsafe = False, debug: Debug = False) -> None:
     """List all checkpoints.
 
-    One listing and one small read an epoch; no chunk is looked at (that is [bold]verify[/bold]). An epoch whose
-    manifest is damaged is listed as damaged, and the exit code is 0 all the same: the listing itself is complete.
+    One small read an epoch; no chunk is looked at (that is [bold]verify[/bold]). What is pinned, quarantined or held by
+    a reader says so. An epoch whose manifest is damaged is listed as damaged, and the exit code is 0 all the same: the
+    listing itself is complete.
 
     Example: [cyan]ckptstore ls s3://runs/llama[/cyan]
     """
@@ -43,10 +65,11 @@ def ls(url: Url, json: Json = False, option: Options = None, unsafe: Unsafe = Fa
         catalog = Catalog(repo.store)
         listing: _Listing = catalog.manifests(catalog.committed())
         aside = {c.key: _why(catalog, c, found) for c, found in listing if c.quarantined}
+        marks = _Marks(aside, repo.pins(), repo.holds())
         if json:
-            print_json(to_json(_as_json(repo, listing, aside)))
+            print_json(to_json(_as_json(repo, listing, marks)))
         else:
-            _print(repo, listing, aside)
+            _print(repo, listing, marks)
     damaged = sum(isinstance(found, CorruptionError) for _, found in listing)
     if damaged:
         warn(f"{damaged} of {len(listing)} manifests are damaged: see `ckptstore verify`")
@@ -56,8 +79,8 @@ def _why(catalog: Catalog, commit: Committed, found: Manifest | CorruptionError)
     return catalog.set_aside(commit, found if isinstance(found, Manifest) else None)
 
 
-def _as_json(repo: Repository, listing: _Listing, aside: _Aside) -> dict[str, Any]:
-    epochs = [{**_entry(*pair), "quarantined": aside.get(pair[0].key)} for pair in listing]
+def _as_json(repo: Repository, listing: _Listing, marks: _Marks) -> dict[str, Any]:
+    epochs = [{**_entry(*pair), **marks.of(pair[0])} for pair in listing]
     return {"url": repo.url, "repository": repo.id, "epochs": epochs}
 
 
@@ -79,7 +102,7 @@ def _entry(commit: Committed, found: Manifest | CorruptionError) -> dict[str, An
     }
 
 
-def _print(repo: Repository, listing: _Listing, aside: _Aside) -> None:
+def _print(repo: Repository, listing: _Listing, marks: _Marks) -> None:
     console = out()
     if not listing:
         console.print(Text(f"{repo.url} holds no checkpoint yet."))
@@ -103,7 +126,8 @@ def _print(repo: Repository, listing: _Listing, aside: _Aside) -> None:
             run = ["-"] if len(runs) > 1 else []
             table.add_row(number, generation, "-", "-", "-", Text("DAMAGED", "bold red"), *run, "-", reason)
             continue
-        stored, why = found.bytes_needed, aside.get(commit.key)
+        stored, mark = found.bytes_needed, marks.text(commit)
+        facts = _line(brief(metadata_of(found)))
         names = clean(" ".join(record.name for record in found.records)) if wide else str(len(found.records))
         sizes = (size(found.bytes_state), size(stored), ratio(found.bytes_state, stored))
         table.add_row(
@@ -113,7 +137,7 @@ def _print(repo: Repository, listing: _Listing, aside: _Aside) -> None:
             ago(found.created),
             *([Text(clean(found.run or "-"))] if len(runs) > 1 else []),
             Text(names),
-            _line(f"QUARANTINED: {why}", "bold yellow") if why is not None else _line(brief(metadata_of(found))),
+            Text("; ", no_wrap=True, overflow="ellipsis").join([part for part in (mark, facts) if part]),
         )
     console.print(table)
 

@@ -39,7 +39,7 @@ def show(
     unsafe: Unsafe = False,
     debug: Debug = False,
 ) -> None:
-    """Show one checkpoint: its records, sizes and metadata.
+    """Show one checkpoint: its records, sizes and metadata, and whether it is pinned, quarantined or held by a reader.
 
     Example: [cyan]ckptstore show runs/demo 7 --arrays[/cyan]
     """
@@ -49,10 +49,11 @@ def show(
         catalog = Catalog(repo.store)
         manifest = catalog.manifest(Committed(ckpt.epoch, ckpt.generation))
         listed = {entry.name: _arrays_of(catalog, entry) for entry in manifest.records} if arrays else None
+        marks = _marks(repo, ckpt.epoch)
         if json:
-            print_json(to_json(_as_json(repo, ckpt, manifest, listed)))
+            print_json(to_json({**_as_json(repo, ckpt, manifest, listed), **marks}))
         else:
-            _print(repo, ckpt, manifest, listed)
+            _print(repo, ckpt, manifest, listed, marks)
 
 
 def pick(repo: Repository, epoch: int | None) -> Checkpoint:
@@ -77,6 +78,12 @@ def _arrays_of(catalog: Catalog, entry: RecordEntry) -> list[dict[str, Any]]:
         }
         for number, array in enumerate(index.arrays)
     ]
+
+
+def _marks(repo: Repository, epoch: int) -> dict[str, str | None]:
+    """Why an epoch is not as others; None where it is."""
+    found = {"quarantined": repo.quarantined(), "pinned": repo.pins(), "held": repo.holds()}
+    return {name: marked.get(epoch) for name, marked in found.items()}
 
 
 def _as_json(
@@ -113,7 +120,11 @@ def _as_json(
 
 
 def _print(
-    repo: Repository, ckpt: Checkpoint, manifest: Manifest, listed: dict[str, list[dict[str, Any]]] | None
+    repo: Repository,
+    ckpt: Checkpoint,
+    manifest: Manifest,
+    listed: dict[str, list[dict[str, Any]]] | None,
+    marks: dict[str, str | None],
 ) -> None:
     console = out()
     stored = manifest.bytes_needed
@@ -125,6 +136,9 @@ def _print(
     facts.add_row("created", Text(f"{clean(ckpt.created)} ({ago(ckpt.created)}) by {clean(manifest.writer)}"))
     if manifest.run:
         facts.add_row("run", Text(f"{clean(manifest.run)}, writer {manifest.writer_number}"))
+    for name, why in marks.items():
+        if why is not None:
+            facts.add_row(name, Text(clean(why), "yellow"))
     facts.add_row("state", size(manifest.bytes_state))
     facts.add_row("stored", f"{size(stored)}, ratio {ratio(manifest.bytes_state, stored)}")
     found = f"found {size(manifest.bytes_reused)} of the state there already"

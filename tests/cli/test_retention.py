@@ -127,6 +127,31 @@ def test_quarantine(run: Run, state_repo: Path) -> None:
     assert "was not quarantined" in run("quarantine", state_repo, 3, "--release").out
 
 
+def test_pins_and_holds_are_shown(run: Run, state_repo: Path) -> None:
+    """``ls`` and ``show`` say which epochs are pinned, held or set aside, and why, beside the metadata."""
+    assert run("pin", state_repo, 1, "--reason", "the paper").code == 0
+    assert run("quarantine", state_repo, 3, "--reason", "it diverged").code == 0
+    with ckptstore.open(state_repo, create=False) as repo, repo.hold(2, reason="evaluation"):
+        listed, epochs = run("ls", state_repo).out, run("ls", state_repo, "--json").json["epochs"]
+        shown, held = run("show", state_repo, 2).out, run("show", state_repo, 2, "--json").json["held"]
+    first, second, third = listed.splitlines()[1:]
+    assert "PINNED: the paper; loss=nan" in first
+    assert "held by a reader on" in second
+    assert "evaluation" in second
+    assert "QUARANTINED: it diverged" in third
+    assert "loss=nan" in third
+    assert [(e["pinned"], e["quarantined"]) for e in epochs] == [
+        ("the paper", None),
+        (None, None),
+        (None, "it diverged"),
+    ]
+    assert epochs[1]["held"] == held
+    assert "evaluation" in shown
+    assert "the paper" in run("show", state_repo, 1).out
+    assert run("show", state_repo, 3, "--json").json["quarantined"] == "it diverged"
+    assert run("show", state_repo, 2, "--json").json["held"] is None
+
+
 def test_verify_sets_aside(run: Run, state_repo: Path) -> None:
     """``verify --quarantine`` marks what is damaged."""
     flip(chunks_of(state_repo, 3)[0])
