@@ -230,11 +230,16 @@ class PerRecord:
         for epoch, reasons in found.items():
             named = [name for name in self.policies if name in records[epoch]]
             if reasons or not named:
-                kept[epoch] = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "no policy names a record"
+                kept[epoch] = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or self._lacking()
                 gone = {name: "no policy keeps it" for name in named if name not in reasons}
                 if gone:
                     drops[epoch] = gone
         return kept, drops
+
+    def _lacking(self) -> str:
+        """Why an epoch is kept in which no policy has a say: a misspelt name shows here."""
+        names = ", ".join(map(repr, self.policies))
+        return f"it has no record {names}" if len(self.policies) == 1 else f"it has none of the records {names}"
 
 
 AnyPolicy = Policy | PerRecord | Mapping[str, Policy]

@@ -135,13 +135,15 @@ def test_what_is_never_thinned() -> None:
 
 
 def test_other_epochs_stay() -> None:
-    """Epochs with none of the records that the policies name are nobody's to prune."""
+    """Epochs with none of the records that the policies name are nobody's to prune, and the plan says so."""
     repo = Repository(MemoryStore())
     repo.save(1, {"ema": {"w": 1}})
     for epoch in (2, 3, 4):
         repo.save(epoch, state(epoch))
+    plan = repo.plan({"optimizr": KeepEvery(100), "modl": KeepEvery(100)})
+    assert plan.kept[2] == "it has none of the records 'optimizr', 'modl'"
     report = repo.prune({"optimizer": KeepEvery(100)})
-    assert report.kept == {1: "no policy names a record", 4: "the newest intact epoch"}
+    assert report.kept == {1: "it has no record 'optimizer'", 4: "the newest intact epoch"}
 
 
 def test_crash_at_every_mutation() -> None:
