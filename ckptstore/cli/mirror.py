@@ -13,7 +13,7 @@ from ckptstore import MirrorReport, Repository, parse_policy
 from ckptstore.cli._common import Debug, DryRun, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
 from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, chosen_epochs, print_copies, rate
 from ckptstore.cli._format import clean, size, to_json
-from ckptstore.errors import RepositoryNotFoundError
+from ckptstore.errors import EpochNotFoundError, RepositoryNotFoundError
 from ckptstore.stores import MemoryStore
 
 _CONFLICT, _CORRUPT = 1, 4
@@ -33,6 +33,10 @@ _Keep = Annotated[
 ]
 
 
+class _Nothing(MemoryStore):
+    """As empty as what is not there."""
+
+
 def mirror(
     source: Source,
     target: Target,
@@ -50,25 +54,34 @@ def mirror(
 
     Every byte is checked before it is sent; what DST has is not sent again. It can be killed and called again at any
     time, also by several at once. Epochs that DST alone has stay. Damaged epochs of SRC are reported and skipped (exit
-    code 4), and so are numbers under which DST has another content (exit code 1).
+    code 4), and so are numbers under which DST has another content (exit code 1). Quarantined epochs are left out, and
+    pins do not come along: they are of one place.
 
     Example: [cyan]ckptstore mirror /nvme/run s3://runs/llama --limit 50MB/s[/cyan]
     """
     bytes_a_second, policy = rate(limit), None if keep is None else parse_policy(keep)
     begun = time.perf_counter()
     with open_repository(source, option, False, create=False) as here:
-        wanted = chosen_epochs(epochs, here.epochs() if epochs else ())
+        there_now = here.epochs() if epochs else []
+        wanted = chosen_epochs(epochs, there_now)
+        for epoch in wanted or ():
+            if epoch not in there_now:  # found out before the target is made
+                raise EpochNotFoundError(f"there is no epoch {epoch} in {here.url}", epoch=epoch)
+        aside = here.quarantined() if wanted is None else {}
         with _target(target, to_option, unsafe, dry_run) as there:
             with progress_bar("mirroring") as move:
                 report = here.mirror(there, wanted, policy, limit=bytes_a_second, progress=move, dry_run=dry_run)
-            urls = here.url, target if dry_run else there.url
+            urls = here.url, target if isinstance(there.store, _Nothing) else there.url
     seconds = time.perf_counter() - begun
     if json:
         facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "dry_run": dry_run}
         facts["bytes_sent"] = report.bytes_sent
+        facts["left_out"] = aside
         print_json(to_json({**facts, "seconds": round(seconds, 3), "epochs": [as_json(c) for c in report.epochs]}))
     else:
         _print(urls[1], report, seconds)
+        for epoch, why in aside.items():
+            out().print(Text(f"epoch {epoch} was left out: quarantined: {clean(why)}; --epochs copies it", "yellow"))
     if not report.ok:
         raise typer.Exit(_CORRUPT if report.of("damaged") else _CONFLICT)
 
@@ -77,7 +90,7 @@ def _target(url: str, option: list[str] | None, unsafe: bool, dry_run: bool) -> 
     if dry_run:
         with suppress(RepositoryNotFoundError):
             return open_repository(url, option, unsafe, create=False)
-        return Repository(MemoryStore())  # as empty as what is not there
+        return Repository(_Nothing())
     return open_repository(url, option, unsafe, create=True)
 
 

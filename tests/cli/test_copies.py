@@ -74,6 +74,22 @@ def test_mirror(run: Run, state_repo: Path, tmp_path: Path) -> None:
     assert "3 there already" in run("mirror", state_repo, target).out
 
 
+def test_mirror_names_what_it_leaves_out(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """A quarantined epoch is not copied unless it is named, and that is said."""
+    target = tmp_path / "two"
+    assert run("mirror", state_repo, target, "--epochs", "9").code == 3
+    assert not target.exists()
+    with ckptstore.open(state_repo, create=False) as repo:
+        repo.quarantine(2, "it diverged")
+    assert "epoch 2 was left out: quarantined: it diverged" in run("mirror", state_repo, target).out
+    planned = run("mirror", state_repo, target, "--dry-run", "--json").json
+    assert planned["left_out"] == {"2": "it diverged"}
+    assert planned["target"] == target.as_uri()
+    named = run("mirror", state_repo, target, "--epochs", "2", "--json").json
+    assert named["left_out"] == {}
+    assert [copy["epoch"] for copy in named["epochs"]] == [2]
+
+
 def test_mirror_dry_run(run: Run, state_repo: Path, tmp_path: Path) -> None:
     """It says what would be copied, and writes nothing: not even the folder."""
     target = tmp_path / "two"
