@@ -95,8 +95,11 @@ def rm(
     with open_repository(url, option, unsafe, create=False) as repo:
         missing = sorted({*wanted} - {*repo.epochs()})
         if missing:
-            names = ", ".join(map(str, missing))
-            raise EpochNotFoundError(f"there is no epoch {names} in {repo.url}; nothing was deleted", epoch=missing[0])
+            names, there = (
+                ", ".join(map(str, missing)),
+                "there is no epoch" if len(missing) == 1 else "there are no epochs",
+            )
+            raise EpochNotFoundError(f"{there} {names} in {repo.url}; nothing was deleted", epoch=missing[0])
         pinned = {epoch: why for epoch, why in repo.pins().items() if epoch in wanted}
         if pinned and not force:
             epoch, why = next(iter(pinned.items()))

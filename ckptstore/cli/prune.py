@@ -27,6 +27,7 @@ from ckptstore.cli._common import (
 )
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.lease import EXPIRY
 from ckptstore.policies import AnyPolicy
 
 Keep = Annotated[
@@ -58,7 +59,10 @@ _Quick = Annotated[
 _Grace = Annotated[
     float | None,
     typer.Option(
-        "--grace", metavar="SECONDS", show_default=False, help="Age from which an unfinished save counts as dead."
+        "--grace",
+        metavar="SECONDS",
+        show_default=False,
+        help=f"Age from which an unfinished save counts as dead. Default: {EXPIRY:.0f}.",
     ),
 ]
 

@@ -119,7 +119,7 @@ def _print(url: str, report: VerifyReport, seconds: float) -> None:
         return
     how = "every byte read" if report.deep else "names and sizes"
     if report.deep and report.sample < 1:
-        how = f"{report.sample:.3g} of the chunks read"
+        how = f"{100 * report.sample:.3g}% of the chunks read"
     good = [health for health in report.epochs if health.ok]
     if good:
         state = size(sum(health.bytes_state for health in good))

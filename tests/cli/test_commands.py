@@ -467,7 +467,7 @@ def test_preflight_of_files_that_are_not_there(run: Run, state_repo: Path) -> No
 
 def test_verify_a_sample(run: Run, state_repo: Path) -> None:
     """``--sample`` takes a share or per cent, says so, and refuses what is none."""
-    assert "0.05 of the chunks read" in run("verify", state_repo, "--sample", "5%").out
+    assert "5% of the chunks read" in run("verify", state_repo, "--sample", "5%").out
     assert run("verify", state_repo, "--sample", "0.5", "--json").json["sample"] == 0.5
     for wrong in ("0", "101%", "x", "-1", "nan"):
         assert run("verify", state_repo, "--sample", wrong).code == 1

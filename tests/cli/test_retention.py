@@ -160,6 +160,15 @@ def test_verify_sets_aside(run: Run, state_repo: Path) -> None:
     assert found[3].startswith("damaged: ")
 
 
+def test_rm_names_what_is_not_there(run: Run, state_repo: Path) -> None:
+    """One or several; and nothing is deleted."""
+    assert "there is no epoch 8 in" in run("rm", state_repo, 1, 8, "--yes").err
+    several = run("rm", state_repo, 1, 8, 9, "--yes")
+    assert several.code == 3
+    assert "there are no epochs 8, 9 in" in several.err
+    assert len(run("ls", state_repo, "--json").json["epochs"]) == 3
+
+
 def test_rm_asks_for_force(run: Run, tmp_path: Path) -> None:
     """By hand it can be deleted all the same."""
     with ckptstore.open(tmp_path / "r") as repo:
