@@ -30,6 +30,7 @@ def as_dict(facts: Facts) -> dict[str, Any]:
                 "reason": None if plan is None else plan.kept.get(row.epoch, plan.removed.get(row.epoch)),
                 "dropped": {} if plan is None else plan.dropped.get(row.epoch, {}),
                 "pinned": facts.pins.get(row.epoch),
+                "quarantined": facts.quarantined.get(row.epoch),
             }
         )
     return {

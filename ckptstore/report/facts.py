@@ -108,6 +108,7 @@ class Facts:
     example: bool
     run: str
     pins: Mapping[int, str]
+    quarantined: Mapping[int, str]
     arrays: Arrays | None
     space: Space | None
     notes: tuple[str, ...] = ()
@@ -118,7 +119,11 @@ class Facts:
         found = {row.epoch: row.damaged for row in self.rows if row.damaged}
         found.update((row.epoch, row.damaged) for row in self.usage.epochs if row.damaged)
         for step in self.skipped:
-            found.setdefault(step.epoch, step.reason)
+            why = self.quarantined.get(step.epoch)
+            if why is None or why.startswith(
+                "damaged: "
+            ):  # as verify and scrub set it aside; people have other reasons
+                found.setdefault(step.epoch, step.reason)
         for health in self.checked.epochs if self.checked is not None else ():
             for problem in health.problems[:1]:
                 more = f" (and {len(health.problems) - 1} more)" if len(health.problems) > 1 else ""
@@ -193,6 +198,7 @@ def collect(
         example=policy is None,
         run=repo.run_id,
         pins=repo.pins(),
+        quarantined=repo.quarantined(),
         arrays=arrays,
         space=repo.store.space(),
         notes=tuple(notes),

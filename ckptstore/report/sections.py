@@ -31,7 +31,7 @@ FATES = {"kept": "kept", "goes": "would go", "bad": "damaged"}
 _BARS = 120
 _CHARTS = 12  # more metrics than these stand in the table only
 _ROWS = 200  # newest epochs in the table of all, and
-_MORE_ROWS = 80  # of the others those that are pinned or damaged
+_MORE_ROWS = 80  # of the others those that are pinned, quarantined or damaged
 _SPARKS = 40
 
 
@@ -47,6 +47,8 @@ def time_line(facts: Facts, damaged: dict[int, str]) -> Html:
     keys = [(f"fill-{f}", f"{word} ({fates.count(f):,})") for f, word in FATES.items() if f in fates]
     if facts.pins and not many:
         keys.append(("tick-pin", f"pinned ({len(facts.pins):,})"))
+    if facts.quarantined and not many:
+        keys.append(("tick-aside", f"quarantined ({len(facts.quarantined):,})"))
     parts = [tag("p", _cadence(rows)), drawing, charts.axis([when(at) for at in ends]), charts.legend(keys)]
     if many:
         parts.append(_note(f"{len(rows):,} epochs are counted in {_BARS} slices of time."))
@@ -73,9 +75,10 @@ def _places(rows: Sequence[Row]) -> list[float]:
 def _marks(facts: Facts, fates: Sequence[str]) -> list[tuple[float, str, str]]:
     marks = []
     for row, place, kind in zip(facts.rows, _places(facts.rows), fates, strict=True):
-        pinned = " tick-pin" if row.epoch in facts.pins else ""
-        told = f"epoch {row.epoch:,}, {when(row.saved)}: {FATES[kind]}{', pinned' if pinned else ''}"
-        marks.append((place, f"tick-{kind}{pinned}", told))
+        aside, pinned = row.epoch in facts.quarantined, row.epoch in facts.pins
+        shape = " tick-aside" if aside else " tick-pin" if pinned else ""
+        words = ", ".join([FATES[kind], *(["quarantined"] if aside else []), *(["pinned"] if pinned else [])])
+        marks.append((place, f"tick-{kind}{shape}", f"epoch {row.epoch:,}, {when(row.saved)}: {words}"))
     return marks
 
 
@@ -275,7 +278,8 @@ def arrays(facts: Facts) -> Html:
 def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
     """A line for each epoch; of very many the newest, and those that are special."""
     chosen = list(facts.rows[-_ROWS:])
-    special = [row for row in facts.rows[:-_ROWS] if row.epoch in facts.pins or row.epoch in damaged]
+    of_note = {*facts.pins, *facts.quarantined, *damaged}
+    special = [row for row in facts.rows[:-_ROWS] if row.epoch in of_note]
     chosen = [*special[-_MORE_ROWS:], *chosen]
     by_epoch = {row.epoch: row for row in facts.usage.epochs}
     lines = []
@@ -283,7 +287,9 @@ def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
         used = by_epoch.get(row.epoch)
         alone = size(used.bytes_alone) if used else "–"
         kind = fate(row.epoch, facts, damaged)
-        marks = [FATES[kind], *(["pinned"] if row.epoch in facts.pins else []), *([row.run] if row.run else [])]
+        named = {"quarantined": facts.quarantined, "pinned": facts.pins}
+        marks = [FATES[kind], *(name for name, those in named.items() if row.epoch in those)]
+        marks += [row.run] if row.run else []
         lacks = f"without {', '.join(row.left_out[:8])}" if row.left_out else ""
         fates = tag("span", "; ".join([*marks, *([lacks] if lacks else [])]), class_=kind)
         sizes = (size(row.bytes_state), size(row.bytes_needed), ratio(row.bytes_state, row.bytes_needed), alone)
@@ -294,7 +300,9 @@ def epochs(facts: Facts, damaged: dict[int, str]) -> Html:
     title = f"All {every}" if len(chosen) == len(facts.rows) else f"{len(chosen):,} of {every}"
     note = Html("")
     if len(chosen) < len(facts.rows):
-        note = _note(f"The newest {_ROWS} epochs, and older ones that are pinned or damaged; --json has them all.")
+        note = _note(
+            f"The newest {_ROWS} epochs, and older ones that are pinned, quarantined or damaged; --json has them all."
+        )
     return section("epochs", "Epochs", details(title, shown), note)
 
 

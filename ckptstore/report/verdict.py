@@ -49,9 +49,12 @@ def judge(facts: Facts, damaged: Mapping[int, str]) -> tuple[str, str, str]:
     age = lasting(facts.made - newest_row(facts))
     last = facts.rows[-1].epoch
     if facts.newest < last:
-        newer = [epoch for epoch in damaged if epoch > facts.newest]
-        text = f"The newest good epoch is {facts.newest:,}, {age} old. {count(len(newer), 'newer one')} cannot be used."
-        return "bad", text, "A run that starts again now goes on from there, and says so."
+        broken = {epoch for epoch in damaged if epoch > facts.newest}
+        aside = {epoch for epoch in facts.quarantined if epoch > facts.newest} - broken
+        what = f"{count(len(broken), 'newer one')} cannot be used" if broken else ""
+        put = f"{count(len(aside), 'newer one')} quarantined" if aside else ""
+        text = f"The newest good epoch is {facts.newest:,}, {age} old. {', '.join(filter(None, (what, put)))}."
+        return "bad" if broken else "warn", text, "A run that starts again now goes on from there, and says so."
     text = f"Epoch {facts.newest:,}, the newest, is good and {age} old."
     if damaged:
         return "warn", text, f"{count(len(damaged), 'earlier epoch')} damaged: see Health."
@@ -188,10 +191,14 @@ def _dropped(dropped: Mapping[int, Mapping[str, str]]) -> Html:
 
 
 def pins(facts: Facts) -> Html:
-    """Epochs that no prune takes, and why."""
+    """Epochs that no prune takes, and why; those, too, that are set aside."""
+    aside = Html("")
+    if facts.quarantined:
+        rows = [(f"{epoch:,}", esc(why, 400)) for epoch, why in list(facts.quarantined.items())[-_REASONS:]]
+        aside = table("Quarantined epochs", ("epoch", "why nobody resumes from it"), rows, left=(0, 1))
     if not facts.pins:
         how = code(_command("pin", facts, "EPOCH --reason WHY"))
-        return section("pins", "Pins", tag("p", "No epoch is pinned. To keep one from every prune: ", how))
+        return section("pins", "Pins", tag("p", "No epoch is pinned. To keep one from every prune: ", how), aside)
     there = {row.epoch for row in facts.rows}
     rows = [
         (f"{epoch:,}", join([esc(why, 400), "" if epoch in there else " (there is no such epoch any more)"]))
@@ -202,7 +209,7 @@ def pins(facts: Facts) -> Html:
         if len(facts.pins) > _REASONS
         else ""
     )
-    return section("pins", "Pins", table("Pinned epochs", ("epoch", "reason"), rows, left=(0, 1)), more)
+    return section("pins", "Pins", table("Pinned epochs", ("epoch", "reason"), rows, left=(0, 1)), more, aside)
 
 
 def _command(name: str, facts: Facts, more: str = "") -> str:

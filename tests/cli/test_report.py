@@ -47,6 +47,23 @@ def test_damage_is_shown_and_no_error(run: Run, state_repo: Path) -> None:
     assert "damaged" in found.out
 
 
+def test_what_was_set_aside_is_not_damaged(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """A newest epoch that somebody quarantined is told as that; what ``verify`` set aside stays damaged."""
+    assert run("quarantine", state_repo, 3, "--reason", "it diverged").code == 0
+    found = run("report", state_repo, "--json").json
+    assert found["verdict"]["level"] == "warn"
+    assert "1 newer one quarantined" in found["verdict"]["text"]
+    assert [(e["damaged"], e["quarantined"]) for e in found["epochs"]] == [(None, None)] * 2 + [(None, "it diverged")]
+    assert run("report", state_repo, "-o", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "kept, quarantined" in text  # on the time line
+    assert "it diverged" in text
+    assert "0 of 3" in text
+    flip(chunks_of(state_repo, 2)[0])
+    assert run("verify", state_repo, "--quarantine").code == 4
+    assert run("report", state_repo, "--json").json["verdict"]["level"] == "bad"
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
