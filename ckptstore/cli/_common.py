@@ -94,7 +94,8 @@ def ask(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise InvalidArgumentError(f"{question} There is nobody to ask: add --yes, or look first with --dry-run")
-    typer.confirm(question, abort=True, err=True)
+    if not typer.confirm(question, err=True):
+        raise InvalidArgumentError("you said no: nothing was done")
 
 
 def storage_options(options: Sequence[str] | None) -> dict[str, Any] | None:

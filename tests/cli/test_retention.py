@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,18 @@ def test_verify_sets_aside(run: Run, state_repo: Path) -> None:
     assert run("verify", state_repo, "--quarantine").code == 4
     found = {e["epoch"]: e["quarantined"] for e in run("ls", state_repo, "--json").json["epochs"]}
     assert found[3].startswith("damaged: ")
+
+
+def test_no_is_an_answer(run: Run, state_repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal: whoever says no is told that nothing was done, and only a yes deletes."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\nperhaps\ny\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    refused = run("prune", state_repo, "--keep", "KeepLast(1)")
+    assert refused.code == 1
+    assert refused.err.endswith("error: you said no: nothing was done\n")
+    assert epochs(state_repo) == [1, 2, 3]
+    assert run("prune", state_repo, "--keep", "KeepLast(1)").code == 0
+    assert epochs(state_repo) == [3]
 
 
 def test_rm_names_what_is_not_there(run: Run, state_repo: Path) -> None:
