@@ -166,7 +166,7 @@ def _commit_of(manifest: Manifest) -> Committed:
 
 def _was_changed(manifest: Manifest) -> TransactionError:
     return TransactionError(
-        f"epoch {manifest.epoch} was deleted or replaced by another process meanwhile: it stays as that left it",
+        f"epoch {manifest.epoch} was deleted, replaced or marked by another process meanwhile: it stays as it is now",
         key=manifest.key,
         epoch=manifest.epoch,
     )

@@ -2,7 +2,8 @@
 
 A pin is an object beside the manifests, so that whoever prunes sees it in the listing that it makes anyway. Putting one
 and pruning can happen at the same time, so both look twice: a pin is put, *then* its epoch is looked for; a prune reads
-the pins again right before it deletes. A pin whose object is damaged still pins: only its reason is lost.
+the pins again right before it deletes, and after (``marks.py``). A pin whose object is damaged still pins: only its
+reason is lost.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckptstore import keys
@@ -23,10 +24,11 @@ from ckptstore.fence import superseded
 from ckptstore.hold import holds
 from ckptstore.lease import EXPIRY, READING, Sighting, read_leases
 from ckptstore.manifest import Manifest
+from ckptstore.marks import marks_of
 from ckptstore.pins import pinned
 from ckptstore.policies import EpochInfo, PerRecord, Policy
 from ckptstore.stores.base import ObjectInfo, Store
-from ckptstore.sweep import Removal, condemn, delete_commits, store_time, sweep
+from ckptstore.sweep import Removal, Unless, condemn, delete_commits, store_time, sweep
 from ckptstore.sweep import weigh as weigh_up
 from ckptstore.thinning import thin
 
@@ -90,17 +92,22 @@ def prune(
         weigh: a dry run finds out what would be freed.
     """
     plan = _plan(catalog, policy, run=run, protected=protected, metadata=metadata, deep=deep, dry_run=dry_run)
-    victims = plan.victims
-    swept = delete_commits(catalog, victims, "its epoch was pruned", dry_run=dry_run)
-    removed = {commit.epoch: "no policy keeps it" for commit in victims}
+    unless = Unless(partial(marks_of, catalog), plan.times)
+    swept = delete_commits(catalog, plan.victims, "its epoch was pruned", dry_run=dry_run, unless=unless)
+    kept = {**plan.kept, **swept.kept}
+    victims = [commit for commit in plan.victims if commit.epoch not in swept.kept]
+    dropped = {commit.epoch: dict(names) for commit, names in sorted(plan.thinned.items())}
     if not dry_run:
         for commit, names in plan.thinned.items():
-            swept.removed += _thin(catalog, commit, names, plan.times[commit])
+            removed = _thin(catalog, commit, names, unless)
+            swept.removed += removed or []
+            if removed is None:
+                del dropped[commit.epoch]
     elif weigh:
         gone = {commit: frozenset(record.name for record in plan.manifests[commit].records) for commit in victims}
         swept.removed += weigh_up(catalog, {**gone, **plan.thinned}, "its epoch was pruned")
-    dropped = {commit.epoch: dict(names) for commit, names in sorted(plan.thinned.items())}
-    return PruneReport(removed, plan.kept, swept.removed, swept.spared, dry_run, dropped)
+    reasons = {commit.epoch: "no policy keeps it" for commit in victims}
+    return PruneReport(reasons, dict(sorted(kept.items())), swept.removed, swept.spared, dry_run, dropped)
 
 
 @dataclass
@@ -114,15 +121,15 @@ class _Plan:
     thinned: dict[Committed, dict[str, str]]
 
 
-def _thin(catalog: Catalog, commit: Committed, names: Mapping[str, str], saved: float) -> list[Removal]:
-    """Drop records of a checkpoint. What comes in between leaves it as it is, for the next prune."""
+def _thin(catalog: Catalog, commit: Committed, names: Mapping[str, str], unless: Unless) -> list[Removal] | None:
+    """Drop records of a checkpoint. None: something came in between, and it is as it was, for the next prune."""
     try:
         manifest = catalog.manifest(commit)
         removed = weigh_up(catalog, {commit: names}, "its record was dropped")
-        thin(catalog, manifest, names, saved)
+        thin(catalog, manifest, names, unless.times[commit], unless=lambda: bool(unless.marks({commit: manifest})))
     except (ObjectNotFoundError, AlreadyExistsError, TransactionError, CorruptionError) as error:
         log.info("epoch %d keeps its records for now: %s", commit.epoch, error)
-        return []
+        return None
     return removed
 
 

@@ -15,7 +15,7 @@ deleted while its heir had a lease, or after its heir was committed, and the sec
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -25,8 +25,8 @@ import msgspec
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import CorruptionError, ObjectExistsError, StoreFullError
-from ckptstore.lease import EXPIRY, Sighting, read_leases
-from ckptstore.manifest import Manifest
+from ckptstore.lease import EXPIRY, HeldLease, Sighting, read_leases
+from ckptstore.manifest import Manifest, encode_manifest
 from ckptstore.pipeline import side_by_side
 from ckptstore.stores.base import Store
 
@@ -35,6 +35,7 @@ log = logging.getLogger("ckptstore")
 _LOOKS = 5
 _FEW = 16
 _BATCH = 1024  # manifests in memory, or deletes on their way, at a time
+_AT_ONCE = 64  # manifests that are deleted between two looks for marks
 _IN_PROGRESS = "a save in progress may refer to it"
 
 
@@ -53,6 +54,20 @@ class Swept:
 
     removed: list[Removal] = field(default_factory=list)
     spared: dict[str, str] = field(default_factory=dict)
+    kept: dict[int, str] = field(default_factory=dict)
+    """Epochs that were marked meanwhile, each with the reason, and therefore not deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unless:
+    """What keeps a checkpoint from being deleted at the last moment.
+
+    ``marks`` tells which of some must stay, by epoch, with the reason: asked right before they are deleted, and again
+    after. ``times``: when the store got each of them.
+    """
+
+    marks: Callable[[Mapping[Committed, Manifest]], Mapping[int, str]]
+    times: Mapping[Committed, float]
 
 
 def condemn(store: Store, attempt: str) -> None:
@@ -205,13 +220,14 @@ def _left(
     return left
 
 
-def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False) -> Swept:
+def delete_commits(
+    catalog: Catalog, commits: Iterable[Committed], reason: str, *, dry_run: bool = False, unless: Unless | None = None
+) -> Swept:
     """Delete checkpoints: their manifests first (from then on they do not exist), then what only they needed.
 
     Lower generations go first, so that a crash in between never brings an older content of an epoch back. A dry run
     lists the manifests only; ``weigh`` finds out the rest.
     """
-    store = catalog.store
     result = Swept()
     candidates: dict[str, int] = {}
     ascending = sorted(commits)
@@ -225,15 +241,15 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
                 candidates.update(needs)
         for error in damaged:
             log.warning("%s; gc will find what it needed", error)
-        for commit, _ in found:
-            if not dry_run:
-                store.delete(commit.key)
-            result.removed.append(Removal(commit.key, reason))
+        for first in range(0, len(found), _AT_ONCE):
+            part = found[first : first + _AT_ONCE]
+            gone = [commit for commit, _ in part] if dry_run else _delete_manifests(catalog, part, unless, result.kept)
+            result.removed += [Removal(commit.key, reason) for commit in gone]
     if dry_run:
         return result
     swept = sweep(catalog, candidates, reason)
     held = {key: candidates[key] for key, why in swept.spared.items() if why == _IN_PROGRESS}
-    dead = _condemn_expired(store, held) if held else []
+    dead = _condemn_expired(catalog.store, held) if held else []
     if dead:
         again = sweep(catalog, held, reason, dead=dead)
         swept.removed += again.removed
@@ -241,6 +257,51 @@ def delete_commits(catalog: Catalog, commits: Iterable[Committed], reason: str, 
     result.removed += swept.removed
     result.spared = swept.spared
     return result
+
+
+def _delete_manifests(
+    catalog: Catalog,
+    found: list[tuple[Committed, Manifest | CorruptionError]],
+    unless: Unless | None,
+    kept: dict[int, str],
+) -> list[Committed]:
+    """Delete those that are not marked, and put back what was marked in the meantime. Which are gone."""
+    legible = {commit: manifest for commit, manifest in found if isinstance(manifest, Manifest)}
+    if unless is not None:
+        kept.update(unless.marks(legible))
+    going = [commit for commit, _ in found if commit.epoch not in kept]
+    for commit in going:
+        catalog.store.delete(commit.key)
+    if unless is None:
+        return going
+    late = unless.marks({commit: legible[commit] for commit in going if commit in legible})
+    newest = {commit.epoch: commit for commit in going if commit.epoch in late and commit in legible}
+    for epoch, commit in newest.items():
+        manifest = legible[commit]
+        log.info("epoch %d is put back: it was marked in this moment (%s)", epoch, late[epoch])
+        _put_back(catalog, msgspec.structs.replace(manifest, saved=manifest.saved or unless.times.get(commit, 0.0)))
+        kept[epoch] = late[epoch]
+    return [commit for commit in going if newest.get(commit.epoch) != commit]
+
+
+def _put_back(catalog: Catalog, manifest: Manifest) -> None:
+    """Commit a checkpoint again that was deleted just now, while its objects are there still.
+
+    With a lease that names them: a sweep of another process that comes now spares them.
+    """
+    store = catalog.store
+    lease = HeldLease(store, keys.new_attempt(), manifest.epoch)
+    try:
+        with suppress(StoreFullError):
+            lease.claim(manifest.key, manifest.attempts)
+        if catalog.committed(manifest.epoch):
+            return  # it was saved anew
+        with suppress(ObjectExistsError):
+            store.put(manifest.key, encode_manifest(manifest), if_absent=True)
+        for problem in catalog.problems(manifest, deep=False):
+            log.error("epoch %d was put back and is damaged: %s %s", manifest.epoch, problem.key, problem.reason)
+    finally:
+        lease.release()
 
 
 def weigh(catalog: Catalog, gone: Mapping[Committed, Collection[str]], reason: str) -> list[Removal]:

@@ -8,7 +8,7 @@ either way. Chunks are referred to, not moved; only indexes and the manifest are
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -27,17 +27,24 @@ log = logging.getLogger("ckptstore")
 
 
 def thin(
-    catalog: Catalog, manifest: Manifest, dropped: Mapping[str, str], saved: float, *, if_damaged: bool = False
+    catalog: Catalog,
+    manifest: Manifest,
+    dropped: Mapping[str, str],
+    saved: float,
+    *,
+    if_damaged: bool = False,
+    unless: Callable[[], bool] = lambda: False,
 ) -> Manifest:
     """Replace a checkpoint by one without the records of ``dropped`` (name → reason). At least one must stay.
 
     Args:
         saved: when the store got the checkpoint first; the new manifest tells it, because its own time is another.
         if_damaged: the manifest on the store may be damaged; ``manifest`` is what it was.
+        unless: whether it is to be left alone after all; asked before the commit, and once more after.
 
     Raises:
         EpochExistsError: another process has replaced it meanwhile.
-        TransactionError: it was deleted meanwhile, or another process cleaned up. In all cases nothing is lost.
+        TransactionError: it was deleted or marked meanwhile, or another process cleaned up. Nothing is lost.
         CorruptionError: an index is damaged.
         StoreError: the store failed; the old or the new generation is there.
     """
@@ -45,7 +52,7 @@ def thin(
     lease = HeldLease(catalog.store, attempt, manifest.epoch)
     claim = Claim(catalog, lease)
     step = Commit(catalog, lease, claim, Fence(catalog, ""))
-    step.stands = claim.base_is_there
+    step.stands = lambda: claim.base_is_there() and not unless()
     try:
         claim.take_all_of(manifest, if_damaged=if_damaged)
         lease.start()

@@ -23,7 +23,7 @@ FLOORS: dict[float, set[str]] = {
     2: {"known", "writer", "reader"},
     3: {
         "background", "caring", "catalog", "checked", "checkpoint", "claim", "commit", "copies", "copying", "diff",
-        "doctor", "exiting", "export", "failures", "fence", "flights", "foundation", "hold", "lease", "mirror",
+        "doctor", "exiting", "export", "failures", "fence", "flights", "foundation", "hold", "lease", "marks", "mirror",
         "opening", "options", "outputs", "pickling", "pins", "preemption", "preflight", "quarantine", "reclaim",
         "remake", "removing", "repair", "replication", "report", "repository", "rescue", "retention", "roll", "scrub",
         "spares", "spill", "sweep", "telling", "thinning", "tier", "tiers", "transaction", "usage", "verify",
