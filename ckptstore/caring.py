@@ -34,6 +34,7 @@ from ckptstore.repair import Mend, Repair, RepairReport
 from ckptstore.retention import PruneReport
 from ckptstore.scrub import Budget, Scrub, ScrubReport
 from ckptstore.stores import MemoryStore, open_store
+from ckptstore.sweep import seen_from
 from ckptstore.usage import Usage, usage
 from ckptstore.verify import VerifyReport, verify
 
@@ -175,6 +176,7 @@ class Caring:
             raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
         numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
         if options.check_flag("dry_run", dry_run):
+            self._refuse_itself(to, dry_run=True)
             looked_at = Place(to._catalog, "")
             return Mirror(self._catalog, looked_at).plan(choose(self._catalog, numbers, policy))
         begun = time.perf_counter()
@@ -356,12 +358,25 @@ class Caring:
         self._foundation.require()
         raise EpochNotFoundError(f"there is no epoch {epoch} in {self._catalog.store.traits.url}", epoch=epoch)
 
-    def _place(self, to: Caring) -> Place:
-        if to is self:
+    def _refuse_itself(self, to: Caring, *, dry_run: bool = False) -> None:
+        """A copy of a repository onto itself would find all there, and look like a second one.
+
+        A place may have several names: what is put under the one is looked for under the other. A dry run, which puts
+        nothing, goes by the names.
+        """
+        here, there = self._catalog.store, to._catalog.store
+        same = to is self
+        if not same and to._foundation.id == self._foundation.id:  # so have plain copies
+            same = dry_run and here.traits.url == there.traits.url != MemoryStore().traits.url
+            same = same or (not dry_run and seen_from(there, here))
+        if same:
             raise InvalidArgumentError("source and target are the same place: name another to copy to")
+
+    def _place(self, to: Caring) -> Place:
         self._foundation.require()
         to._foundation.require(restore=True)
         to._foundation.prepare_to_write()
+        self._refuse_itself(to)
         return Place(to._catalog, to._foundation.id, to._flights.add)
 
 

@@ -80,10 +80,17 @@ class Replicator:
         roll: what that one holds.
         above: the lower tiers that are nearer than this one: a second source.
         overwrite: attempts that may replace what this tier has under their number.
+        opened: by the id of its repository, the URL of each lower tier that is open.
     """
 
     def __init__(
-        self, lower: Lower, first: Repository, roll: Roll, above: Sequence[Replicator], overwrite: set[str]
+        self,
+        lower: Lower,
+        first: Repository,
+        roll: Roll,
+        above: Sequence[Replicator],
+        overwrite: set[str],
+        opened: dict[str, str],
     ) -> None:
         self.keep = lower.keep
         self._lower = lower
@@ -91,6 +98,7 @@ class Replicator:
         self._roll = roll
         self._above = above
         self._overwrite = overwrite
+        self._open_tiers = opened
         self._opening = ForkLock()
         self._member: Repository | None = None
         self._target: Roll | None = None
@@ -127,7 +135,7 @@ class Replicator:
         """The repository of this tier. None if there is none, and not ``create``.
 
         Raises:
-            InvalidArgumentError: it is the same place as the first.
+            InvalidArgumentError: it is the same place as another tier.
             StoreError: it does not answer.
         """
         with self._opening:
@@ -138,9 +146,11 @@ class Replicator:
                     if create:
                         raise
                     return None
-                if repo.id == self._first.id:
+                other = self._open_tiers.setdefault(repo.id, self._lower.url)
+                other = self._first.url if repo.id == self._first.id else other
+                if repo.id == self._first.id or other != self._lower.url:
                     repo.close()
-                    raise InvalidArgumentError(f"{self.url} and {self._first.url} are the same repository")
+                    raise InvalidArgumentError(f"{self.url} and {other} are the same repository")
                 self._target = Roll(repo._catalog)
                 self._member = repo
             return self._member

@@ -24,7 +24,7 @@ import msgspec
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import CorruptionError, ObjectExistsError, StoreFullError
+from ckptstore.errors import CorruptionError, ObjectExistsError, ObjectNotFoundError, StoreFullError
 from ckptstore.lease import EXPIRY, HeldLease, Sighting, read_leases
 from ckptstore.manifest import Manifest, encode_manifest
 from ckptstore.pipeline import side_by_side
@@ -85,6 +85,19 @@ def store_time(store: Store) -> float:
         return store.info(key).modified
     finally:
         store.delete(key)
+
+
+def seen_from(store: Store, other: Store) -> bool:
+    """Whether what is put into ``store`` is in ``other``: whether they are one place."""
+    key = keys.probe_key()
+    store.put(key, b"")
+    try:
+        other.info(key)
+    except ObjectNotFoundError:
+        return False
+    finally:
+        store.delete(key)
+    return True
 
 
 def sweep(

@@ -69,9 +69,10 @@ class TieredRepository(Repository):
         self._replacing: set[int] = set()
         self._overwrite: set[str] = set()
         self._replicators: list[Replicator] = []
+        opened: dict[str, str] = {}
         for tier in lower:
             above = tuple(self._replicators)
-            self._replicators.append(Replicator(tier, self, self._roll, above, self._overwrite))
+            self._replicators.append(Replicator(tier, self, self._roll, above, self._overwrite, opened))
         self._plain: Repository | None = None
         self._reclaim.waited_for = True
         self._flights.also = self._under_way

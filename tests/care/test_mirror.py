@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -577,14 +578,23 @@ def test_bad_limits_are_refused(limit: Any) -> None:
 
 
 def test_a_place_is_not_copied_to_itself(tmp_path: Path) -> None:
-    """Source and target must differ; where that cannot be seen, all is there already."""
+    """Whatever it is called: "all there already" would look like a second copy. A plain copy is a second one."""
     store = LocalStore(str(tmp_path / "one"))
     repo = filled(store)
-    with pytest.raises(InvalidArgumentError, match="same place"):
-        repo.mirror(repo)
     before = contents(store)
-    assert_outcomes(repo.mirror(open_repo(LocalStore(str(tmp_path / "one")))), there=list(EPOCHS))
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    again, link = (open_repo(LocalStore(str(tmp_path / name))) for name in ("one", "link"))
+    for other in (repo, again, link):
+        with pytest.raises(InvalidArgumentError, match="same place"):
+            repo.mirror(other)
+        with pytest.raises(InvalidArgumentError, match="same place"):
+            repo.copy(1, other, replace=True)
+    for other in (repo, again):
+        with pytest.raises(InvalidArgumentError, match="same place"):
+            repo.mirror(other, dry_run=True)
     assert contents(store) == before
+    shutil.copytree(tmp_path / "one", tmp_path / "plain")
+    assert_outcomes(repo.mirror(open_repo(LocalStore(str(tmp_path / "plain")))), there=list(EPOCHS))
 
 
 def test_large_chunks_and_every_kind_of_record(tmp_path: Path) -> None:

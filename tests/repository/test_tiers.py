@@ -321,6 +321,10 @@ def test_a_tier_that_cannot_work_is_found_out_at_once(tmp_path: Path) -> None:
         ckptstore.open([tmp_path / "a", tmp_path / "link"])
     with pytest.raises(InvalidArgumentError, match="same place"):
         ckptstore.open([tmp_path / "a", tmp_path / "a"])
+    (tmp_path / "lower").mkdir()
+    (tmp_path / "link2").symlink_to(tmp_path / "lower")
+    with pytest.raises(InvalidArgumentError, match="same repository"):
+        ckptstore.open([tmp_path / "a", tmp_path / "lower", tmp_path / "link2"])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
     with pytest.raises(ckptstore.FormatError, match="something else"):
