@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from ckptstore import options, pins, quarantine, retention
 from ckptstore.catalog import Catalog
@@ -161,13 +161,12 @@ class Removing:
         return dict(sorted(found.items()))
 
     def _set_aside(self, damaged: Mapping[int, Problem]) -> None:
-        """Quarantine epochs because of damage, those that are not set aside yet."""
+        """Quarantine epochs because of damage, those that are not yet: here, for a copy elsewhere may be good."""
         aside = self._catalog.quarantined() if damaged else {}
         for epoch in sorted(damaged.keys() - aside.keys()):
             problem = damaged[epoch]
             why = problem.reason if problem.key in problem.reason else f"{problem.key} {problem.reason}"
-            with suppress(EpochNotFoundError):  # deleted meanwhile
-                self.quarantine(epoch, f"damaged: {why}"[: pins.MAX_REASON])
+            set_aside(self._catalog, epoch, f"damaged: {why}"[: pins.MAX_REASON])
 
     def _prune(
         self,

@@ -28,6 +28,7 @@ from ckptstore.errors import (
     FencedError,
     InvalidArgumentError,
     RepositoryNotFoundError,
+    StoreError,
     StoreFullError,
 )
 from ckptstore.fence import Fence
@@ -169,6 +170,14 @@ class Replicator:
     def known(self) -> Mapping[int, Entry] | None:
         """What it held when it was last looked at; None if it never was."""
         return self._target.last if self._target is not None else None
+
+    def has(self, epoch: int) -> bool:
+        """Whether it holds an epoch as far as this process knows. It is asked only where that would be a refusal."""
+        if epoch not in (self.known or ()):
+            return False
+        with suppress(StoreError):
+            return epoch in self.look()
+        return True
 
     @property
     def catalog(self) -> Catalog | None:

@@ -31,6 +31,7 @@ from ckptstore.errors import (
     StoreFullError,
     TransientError,
 )
+from ckptstore.hold import holds
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.patience import GRACE_SECONDS
 from ckptstore.pipeline import Progress
@@ -142,7 +143,7 @@ class TieredRepository(Repository):
         if replace:
             self._replacing.add(epoch)
         for replicator in self._replicators if not replace else ():
-            if epoch in (replicator.known or ()):
+            if replicator.has(epoch):
                 raise EpochExistsError(
                     f"epoch {epoch} is already committed in {replicator.url}: save another epoch, or pass replace=True",
                     epoch=epoch,
@@ -252,6 +253,13 @@ class TieredRepository(Repository):
         found: dict[int, str] = {}
         for catalog in self._catalogs():
             found = {**catalog.quarantined(), **found}
+        return dict(sorted(found.items()))
+
+    def holds(self) -> dict[int, str]:
+        """The epochs that readers hold now in any tier, ascending, each with who does (in the nearest tier)."""
+        found: dict[int, str] = {}
+        for catalog in self._catalogs():
+            found = {**{commit.epoch: why for commit, why in holds(catalog, writes=False).items()}, **found}
         return dict(sorted(found.items()))
 
     # ---- reading -------------------------------------------------------------------------------------------

@@ -859,3 +859,53 @@ def test_what_is_set_aside_is_not_copied_and_not_chosen(tmp_path: Path) -> None:
         again = repo.latest()
         assert again is not None
         assert again.epoch == 2
+
+
+def test_damage_of_one_copy_sets_aside_that_copy(tmp_path: Path) -> None:
+    """The good one in another tier is chosen and loaded, and stays free of marks."""
+    with open_two(tmp_path) as repo:
+        repo.save(1, {"m": {"w": b"1" * 5000}})
+        repo.save(2, {"m": {"w": b"2" * 5000}})
+        assert repo.wait_for_tiers(60)
+        attempt = repo.members[0].checkpoint(2)._manifest.attempt
+        [chunk] = (tmp_path / "fast" / "attempts" / attempt / "chunks").iterdir()
+        chunk.write_bytes(b"\0" * chunk.stat().st_size)
+        assert not repo.verify(quarantine=True).ok
+        assert list(repo.members[0].quarantined()) == [2]
+        assert repo.members[1].quarantined() == {}
+        newest = repo.latest()
+        assert newest is not None
+        assert newest.load() == {"m": {"w": b"2" * 5000}}
+        assert repo.release(2)
+        assert not repo.scrub(quarantine=True).ok
+        assert repo.members[1].quarantined() == {}
+
+
+def test_an_epoch_that_another_process_deleted_from_all_tiers_can_be_saved_again(tmp_path: Path) -> None:
+    """What this process knows of a lower tier is asked for anew before a save is refused for it."""
+    with open_two(tmp_path) as repo:
+        repo.save(1, tiny_state(1))
+        repo.save(2, tiny_state(2))
+        assert repo.wait_for_tiers(60)
+        with ckptstore.open(tmp_path / "fast") as fast, ckptstore.open(tmp_path / "slow") as slow:
+            fast.delete(2)
+            with pytest.raises(EpochExistsError, match="slow"):
+                repo.save(2, tiny_state(2))
+            slow.delete(2)
+        repo.save(2, tiny_state(2))
+        assert repo.wait_for_tiers(60)
+        assert repo.members[1].epochs() == [1, 2]
+
+
+def test_holds_of_all_tiers_are_told(tmp_path: Path) -> None:
+    """An epoch that only a lower tier has is held there."""
+    with open_two(tmp_path, keep=KeepLast(1)) as repo:
+        for epoch in (1, 2):
+            repo.save(epoch, tiny_state(epoch))
+            assert repo.wait_for_tiers(60)
+        repo.prune()
+        assert repo.members[0].epochs() == [2]
+        with repo.hold(1, "evaluation"), repo.hold(2):
+            assert list(repo.holds()) == [1, 2]
+            assert "evaluation" in repo.holds()[1]
+        assert repo.holds() == {}
