@@ -7,9 +7,10 @@ its epochs to the others. Reading looks at all of them and takes each chunk from
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from ckptstore import exiting, options, pins
 from ckptstore import quarantine as marks
 from ckptstore.background import Told
+from ckptstore.caring import Caring
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.copies import Copies, Place, Together
@@ -37,6 +39,7 @@ from ckptstore.patience import GRACE_SECONDS
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy
 from ckptstore.removing import set_aside
+from ckptstore.repair import RepairReport
 from ckptstore.replication import Lower, Replicator
 from ckptstore.repository import Repository
 from ckptstore.retention import PruneReport
@@ -140,6 +143,7 @@ class TieredRepository(Repository):
     # ---- saving --------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: int, metadata: Any, replace: bool, *others: Any, **named: Any) -> Transaction:
+        self._replacing.discard(epoch)  # left by one that has failed
         if replace:
             self._replacing.add(epoch)
         for replicator in self._replicators if not replace else ():
@@ -331,6 +335,26 @@ class TieredRepository(Repository):
                     return member.verify(epoch, deep, progress, sample, quarantine=quarantine, resume=resume)
         raise self._nowhere(epoch)
 
+    def repair(
+        self,
+        *,
+        epoch: int | None = None,
+        sources: Iterable[Caring | str | os.PathLike[str]] = (),
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> RepairReport:
+        """As of any repository: the first tier is mended. Lower tiers that answer are sources, after those given."""
+        below: list[Caring] = []
+        for replicator in self._replicators:
+            try:
+                member = replicator.repository(create=False)
+                if member is not None:
+                    member._foundation.require()
+                    below.append(member)
+            except CkptStoreError as error:
+                log.warning("%s is no source of this repair: %s", replicator.url, error)
+        return super().repair(epoch=epoch, sources=[*sources, *below], dry_run=dry_run, progress=progress)
+
     def _catalogs(self) -> Iterator[Catalog]:
         """Of all tiers that exist, the nearest first; each is opened when it is its turn."""
         yield self._catalog
@@ -393,7 +417,7 @@ class TieredRepository(Repository):
 
     def _wait_and_tell(self) -> None:
         end = time.monotonic() + self._background._exit_timeout
-        for replicator in [r for r in self._replicators if r.busy]:
+        for replicator in filter(_has_to_look, self._replicators):
             replicator.wait(replicator.nudge(), end, while_well=True)
         for replicator in self._replicators:
             if not replicator.at_work:
@@ -406,6 +430,13 @@ class TieredRepository(Repository):
                         "%s lacks epoch %s%s. It is in %s, and copied by the next process that opens these tiers",
                         replicator.url, ", ".join(waiting), why, self.url,
                     )  # fmt: skip
+
+
+def _has_to_look(replicator: Replicator) -> bool:
+    """Whether it is at work, or seems to lack something that another process has saved, and perhaps copied too."""
+    with suppress(Exception):
+        return replicator.busy or (replicator.at_work and replicator.error is None and bool(replicator.waiting()))
+    return False
 
 
 def _exists(tier: Lower) -> bool:

@@ -909,3 +909,49 @@ def test_holds_of_all_tiers_are_told(tmp_path: Path) -> None:
             assert list(repo.holds()) == [1, 2]
             assert "evaluation" in repo.holds()[1]
         assert repo.holds() == {}
+
+
+def test_repair_takes_good_copies_from_the_lower_tiers(tmp_path: Path) -> None:
+    """Nobody has to name them; one that does not answer is left out."""
+    with open_two(tmp_path) as repo:
+        for epoch in (1, 2):
+            repo.save(epoch, tiny_state(epoch))
+        assert repo.wait_for_tiers(60)
+        for chunk in (tmp_path / "fast" / "attempts").glob("*/chunks/*"):
+            chunk.write_bytes(b"rotten")
+        assert repo.repair(dry_run=True).ok
+        assert repo.repair(epoch=1).ok
+        (tmp_path / "slow").rename(tmp_path / "away")
+        assert repo.repair().of("damaged") == [2]
+        (tmp_path / "away").rename(tmp_path / "slow")
+        assert repo.repair().ok
+        assert repo.members[0].verify().ok
+
+
+def test_a_process_that_closes_knows_what_others_have_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It looks before it says that a tier lacks something."""
+    with open_two(tmp_path) as repo:
+        repo.save(1, tiny_state(1))
+        assert repo.wait_for_tiers(60)
+        with open_two(tmp_path) as reader:
+            assert reader.wait_for_tiers(60)
+            repo.save(2, tiny_state(2))
+            assert repo.wait_for_tiers(60)
+    assert "lacks epoch" not in caplog.text
+
+
+def test_a_replace_that_failed_gives_no_leave_to_the_next_save() -> None:
+    """What a tier that did not answer then has under the number is a conflict, as without the failure."""
+    fast, slow = MemoryStore(), MemoryStore()
+    with Repository(slow, chunk_size=CHUNK) as one:
+        one.save(1, tiny_state(9))
+    switch = Switch(slow)
+    switch.down.set()
+    with tiered(fast, switch.store) as repo:
+        with pytest.raises(ValueError, match="given up"), repo.begin(1, replace=True):
+            raise ValueError("given up")
+        repo.save(1, tiny_state(1))
+        switch.down.clear()
+        assert not repo.wait_for_tiers(20)
+        assert "under that number" in repo.tiers()[1].stuck[1]
+        assert_same(repo.members[1].checkpoint(1).load(), tiny_state(9))
