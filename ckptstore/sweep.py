@@ -35,7 +35,7 @@ log = logging.getLogger("ckptstore")
 _LOOKS = 5
 _FEW = 16
 _BATCH = 1024  # manifests in memory, or deletes on their way, at a time
-_AT_ONCE = 64  # manifests that are deleted between two looks for marks
+_AT_ONCE = 256  # manifests that are deleted between two looks for marks
 _IN_PROGRESS = "a save in progress may refer to it"
 
 
