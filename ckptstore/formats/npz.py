@@ -30,7 +30,7 @@ from ckptstore.errors import (
     StoreFullError,
     UnsafeFileError,
 )
-from ckptstore.formats.mapped import MappedFile
+from ckptstore.formats.mapped import MappedFile, open_regular
 from ckptstore.formats.pytorch import torch_for
 from ckptstore.formats.structure import NAME, Held, described, rebuilt
 
@@ -39,8 +39,24 @@ _SUFFIX = ".npy"
 _BLOCK = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
 _MAX_MEMBERS = 500_000
+_MAX_DIRECTORY = 64 * 1024 * 1024
 # Version 3 is for names of fields beyond Latin-1, which no record can hold.
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+class ZippedFile(io.BufferedReader):
+    """An open file to give to ``zipfile``, which would make objects of a table of contents however long it is."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(io.FileIO(fd))
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Some bytes. BadZipFile if they are more than the table of any archive has."""
+        most = _MAX_DIRECTORY + 1
+        found = super().read(most if size is None or size < 0 else min(size, most))
+        if len(found) == most:
+            raise zipfile.BadZipFile("its table of contents is too long to be one")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +108,7 @@ def open_npz(path: Path) -> dict[str, Npy]:
     """All members by name, checked but not read into memory."""
     file = MappedFile(path)
     found: dict[str, Npy] = {}
-    with _reading(path), zipfile.ZipFile(path) as archive:
+    with _reading(path), ZippedFile(open_regular(path)) as opened, zipfile.ZipFile(opened) as archive:
         if len(archive.infolist()) > _MAX_MEMBERS:
             _damaged(path, "it has too many members")
         for info in archive.infolist():

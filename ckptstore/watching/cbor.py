@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 32
+MAX_VALUES = 4_000_000  # each becomes an object: a hundred megabytes of them would be gigabytes
 _SIMPLE = {20: False, 21: True, 22: None, 23: None}
 _FLOATS = {25: ">e", 26: ">f", 27: ">d"}
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The value in ``data``. ValueError if it is none, or nested too deeply."""
-    value, end = _value(memoryview(data), 0, 0)
+    """The value in ``data``. ValueError if it is none, nested too deeply, or of more values than any header has."""
+    value, end = _value(memoryview(data), 0, 0, itertools.count())
     if end != len(data):
         raise ValueError("CBOR goes on after its end")
     return value
 
 
-def _value(data: memoryview, at: int, depth: int) -> tuple[Any, int]:
+def _value(data: memoryview, at: int, depth: int, count: Iterator[int]) -> tuple[Any, int]:
     if depth > MAX_DEPTH:
         raise ValueError("CBOR is nested too deeply")
+    if next(count) > MAX_VALUES:
+        raise ValueError("CBOR of too many values")
     kind, info = _byte(data, at) >> 5, _byte(data, at) & 31
     if kind == 7:
         return _simple(data, at + 1, info)
@@ -35,12 +40,12 @@ def _value(data: memoryview, at: int, depth: int) -> tuple[Any, int]:
         raw = bytes(data[at : at + number])
         return (raw if kind == 2 else raw.decode()), at + number
     if kind == 6:
-        return _value(data, at, depth + 1)
+        return _value(data, at, depth + 1, count)
     if number > len(data) - at:  # each element takes a byte at least
         raise ValueError("CBOR ends in the middle")
     items = []
     for _ in range(number * (2 if kind == 5 else 1)):
-        item, at = _value(data, at, depth + 1)
+        item, at = _value(data, at, depth + 1, count)
         items.append(item)
     return (dict(zip(items[::2], items[1::2], strict=True)) if kind == 5 else items), at
 

@@ -10,7 +10,6 @@ import io
 import os
 import re
 import struct
-import tokenize
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +19,24 @@ import msgspec
 import numpy as np
 
 from ckptstore.files import FileSource
+from ckptstore.formats.npz import ZippedFile
+from ckptstore.jsonsize import fits
 from ckptstore.watching.streams import BLOCK, Gunzip, Stream, TornError
 
 MAX_HEADER = 100_000_000  # as the safetensors library allows
 SMALL = 4096  # less than this is written at once, or not at all
+
+_MEMORY = 1 << 30  # what a header may become
+# Whatever is in a header that was not written by who it should be: infinite offsets, lists without end.
+_BAD_HEADER = (
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 _GZIP, _ZIP, _BURNPACK, _NUMPY = b"\x1f\x8b", b"PK\x03\x04", b"NRUB", b"\x93NUMPY"
 _MAGICS = (_GZIP, _ZIP, _BURNPACK, _NUMPY)
@@ -68,8 +81,8 @@ def shards(source: FileSource) -> frozenset[str]:
     if source.nbytes > MAX_HEADER:
         return frozenset()
     try:
-        table = msgspec.json.decode(source.read(0, source.nbytes), type=dict[str, Any]).get("weight_map")
-    except msgspec.MsgspecError:
+        table = _header_of(source.read(0, source.nbytes)).get("weight_map")
+    except _BAD_HEADER:
         return frozenset()
     return frozenset(map(str, table.values())) if isinstance(table, dict) else frozenset()
 
@@ -108,11 +121,11 @@ def _gunzip(source: FileSource, name: str) -> Content:
 
 def _zip(source: FileSource) -> bool:
     """The table at the end is there, and what it lists lies before it."""
-    with io.BufferedReader(io.FileIO(os.dup(source.fileno()))) as file:
+    with ZippedFile(os.dup(source.fileno())) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 archive.infolist()
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # of a garbled table it may stumble over anything
             raise TornError(f"its table of contents is not there ({error})") from error
     return True
 
@@ -123,10 +136,10 @@ def _safetensors(source: FileSource) -> bool:
     if length > MAX_HEADER:
         raise TornError("its header is too long to be one")
     try:
-        header = msgspec.json.decode(stream.take(length), type=dict[str, Any])
+        header = _header_of(stream.take(length))
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+    except _BAD_HEADER as error:
         raise TornError("its header is damaged") from error
     _expect(source, {8 + length + end})
     return True
@@ -142,7 +155,7 @@ def _burnpack(source: FileSource) -> bool:
     try:
         tensors = decode(stream.take(length))["tensors"]
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except _BAD_HEADER as error:
         raise TornError("its header is damaged") from error
     begin = 10 + length
     _expect(source, {begin + end, -(-begin // 256) * 256 + end})  # older versions do not align
@@ -157,13 +170,7 @@ def _numpy(source: FileSource) -> bool:
         if version not in read:
             return False
         shape, _, dtype = read[version](head)
-    except (
-        ValueError,
-        TypeError,
-        SyntaxError,
-        tokenize.TokenError,
-        RecursionError,
-    ) as error:  # it parses Python
+    except Exception as error:  # NumPy parses Python, which raises whatever it likes
         raise TornError("its header is damaged") from error
     if dtype.hasobject:
         return False
@@ -172,6 +179,14 @@ def _numpy(source: FileSource) -> bool:
         size *= length
     _expect(source, {head.tell() + size})
     return True
+
+
+def _header_of(data: memoryview) -> dict[str, Any]:
+    """A header in JSON. One of ``_BAD_HEADER`` if it is none, or would take more memory than any."""
+    raw = bytes(data)
+    if not fits(raw, _MEMORY):
+        raise ValueError("it has too many values")
+    return msgspec.json.decode(raw, type=dict[str, Any])
 
 
 def _expect(source: FileSource, sizes: set[int]) -> None:

@@ -46,7 +46,7 @@ def origin_of(metadata: Mapping[str, Any]) -> Origin | None:
         identities = {name: Identity(*(int(file[key]) for key in Identity._fields)) for name, file in files.items()}
         sizes = {name: int(file["content"]) for name, file in files.items()}
         origin = Origin(str(found["layout"]), str(found["folder"]), paths, identities, sizes)
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     return origin if all(is_below(path) for path in paths.values()) else None
 

@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import random
+import struct
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +125,46 @@ def test_a_header_that_claims_the_world(tmp_path: Path) -> None:
     assert look(tmp_path / "b.bpk", nested).state == "torn"
 
 
+def _headed(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+def _burnpack(header: bytes) -> bytes:
+    return b"NRUB\x01\x00" + len(header).to_bytes(4, "little") + header
+
+
+def _zip_of(entries: int) -> bytes:
+    entry = b"PK\x01\x02" + bytes(24) + (1).to_bytes(2, "little") + bytes(16) + b"a"
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFE, 0xFFFE, len(entry) * entries, 4, 0)
+    return b"PK\x03\x04" + entry * entries + end
+
+
+_INFINITE = b"\xfb" + struct.pack(">d", float("inf"))
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "deep.safetensors": lambda: _headed(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "infinite.safetensors": lambda: _headed(b'{"a":{"data_offsets":[0,1e400]}}'),
+    "wide.safetensors": lambda: _headed(b'{"a":[' + b"[]," * 8_000_000 + b"0]}"),
+    "infinite.bpk": lambda: _burnpack(b"\xa1\x67tensors\xa1\x61a\xa1\x6cdata_offsets\x82\x00" + _INFINITE),
+    "wide.bpk": lambda: _burnpack(b"\xa1\x67tensors\x9a\x00\x98\x96\x80" + b"\x80" * 10_000_000),
+    "wide.pt": lambda: _zip_of(1_500_000),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BOMBS))
+def test_a_header_that_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """P8: no error but torn, whatever is in a header, and little memory."""
+    monkeypatch.setattr("ckptstore.watching.cbor.MAX_VALUES", 100_000)
+    data = BOMBS[name]()
+    (tmp_path / name).write_bytes(data)
+    tracemalloc.start()
+    try:
+        with FileSource(tmp_path / name) as source:
+            assert examine(source).state == "torn"
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(data) + (64 << 20)
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_file_that_is_cut_while_it_is_looked_at(tmp_path: Path) -> None:
     """It is torn, and the watcher lives on."""
     path = tmp_path / "a.mpk"
@@ -138,6 +180,8 @@ def test_shards(tmp_path: Path) -> None:
     for text, names in {
         '{"weight_map": {"a": "1.st", "b": "2.st", "c": "1.st"}}': {"1.st", "2.st"},
         "[]": set(),
+        '{"weight_map": ' + "[" * 100_000: set(),
+        '{"weight_map": {"a": 1e400}, "b": ' + "[" * 5000 + "]" * 5000 + "}": set(),
     }.items():
         path.write_text(text)
         with FileSource(path) as source:

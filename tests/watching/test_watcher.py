@@ -396,7 +396,16 @@ def test_retention_of_the_watcher(folder: Path, tmp_path: Path) -> None:
         assert repo.epochs() == [2]
 
 
-@pytest.mark.parametrize("value", [None, 7, {}, {"files": {"a": {}}}, {"layout": "x", "folder": "y", "files": []}])
+_ENDLESS = {"path": "a", "content": float("inf"), "size": 1, "mtime_ns": 1, "inode": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 7, {}, {"files": {"a": {}}}, {"layout": "x", "folder": "y", "files": []}),
+        {"layout": "x", "folder": "y", "files": {"model": _ENDLESS}},
+    ],
+)
 def test_an_origin_that_makes_no_sense(value: object) -> None:
     """P8: it comes from a store: nothing that is not as it should be is believed."""
     assert origin_of({KEY: value}) is None
