@@ -132,7 +132,7 @@ def import_files(
     Raises:
         NotFoundError: no such file or folder, no epoch in it, or not this one.
         InvalidArgumentError, FormatError, FencedError: as for ``watch``.
-        StoreError: the store failed. What was committed before is.
+        StoreError: the store failed, or the folder cannot be listed. What was committed before is.
     """
     place = Path(os.path.abspath(path))
     if not place.exists():
@@ -141,7 +141,10 @@ def import_files(
     rules = _rules(need, quiet=0.0, replace=replace, accept_unproven=accept_unproven, dry_run=dry_run, arrays=arrays)
     layouts = layout_of(layout, pattern)
     find_all = partial(find, folder, layouts) if folder is place else lambda: (None, [of_file(place, epoch, layouts)])
-    found = find_all()
+    try:
+        found = find_all()
+    except OSError as error:
+        raise AccessError(f"{error.filename} cannot be listed: {error.strerror}", errno=error.errno) from error
     chosen = {files.epoch for files in found[1] if epoch is None or files.epoch == epoch}
     if not chosen:
         what = f"epoch {epoch}" if epoch is not None else "checkpoint under a name of a known layout"

@@ -77,8 +77,8 @@ BURN = Layout(
 )
 HUGGING_FACE = Layout(
     "hf",
-    (re.compile(r"checkpoint-(?P<epoch>\d+)/(?P<record>.+)"),),
-    re.compile(r"checkpoint-\d+(?:/.*)?"),
+    (re.compile(r"checkpoint-(?P<epoch>\d+)/(?P<record>.+)", re.DOTALL),),
+    re.compile(r"checkpoint-\d+(?:/.*)?", re.DOTALL),
     always=frozenset({"trainer_state.json"}),  # which the trainer writes after the rest
 )
 LIGHTNING = Layout(
@@ -143,7 +143,11 @@ def parse_pattern(text: str) -> Layout:
     folders = ["/".join(_regex(part, named=False) for part in parts[:count]) for count in range(1, len(parts))]
     if tree:
         folders[-1] += "(?:/.*)?"
-    return Layout("pattern", (re.compile(whole),), re.compile("|".join(folders) if folders else "(?!)"))
+    return Layout(
+        "pattern",
+        (re.compile(whole, re.DOTALL),),
+        re.compile("|".join(folders) if folders else "(?!)", re.DOTALL),
+    )
 
 
 def _regex(part: str, named: bool = True) -> str:
@@ -192,20 +196,19 @@ def of_file(path: Path, epoch: int | None, layouts: Iterable[Layout]) -> EpochFi
 
 
 def _walk(folder: Path, layouts: tuple[Layout, ...], below: str = "", depth: int = 0) -> Iterator[str]:
-    """Paths of regular files, in the folders where a layout may have some."""
+    """Paths of all that is no folder, or one that is not gone into, in the folders where a layout may have some."""
     try:
         entries = list(os.scandir(folder / below if below else folder))
     except (FileNotFoundError, NotADirectoryError):
         return  # not yet, or just deleted
     for entry in entries:
         path = below + entry.name
-        if _SCRATCH.search(path) or "\n" in path:
+        if _SCRATCH.search(path):
             continue
-        if entry.is_dir(follow_symlinks=False):
-            if depth < MAX_DEPTH and any(layout.folders.fullmatch(path) for layout in layouts):
-                yield from _walk(folder, layouts, path + "/", depth + 1)
-        elif entry.is_file():
-            yield path
+        if not entry.is_dir(follow_symlinks=False) or depth == MAX_DEPTH:
+            yield path  # what is no file belongs to its epoch all the same: that cannot be whole without it
+        elif any(layout.folders.fullmatch(path) for layout in layouts):
+            yield from _walk(folder, layouts, path + "/", depth + 1)
 
 
 def _record_name(text: str) -> str:

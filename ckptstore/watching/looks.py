@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ class Seen:
         still: since when (by the caller's clock, in seconds) all of it has looked as it does now.
         written: when each record was last seen to have changed; a record that goes does not change the others.
         ever: names of all records that have been seen of it.
+        unreadable: paths of what is there and no file that can be read, with the reason.
     """
 
     files: EpochFiles
@@ -27,6 +29,7 @@ class Seen:
     still: float
     written: dict[str, float]
     ever: set[str] = field(default_factory=set)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 class Looks:
@@ -46,13 +49,17 @@ class Looks:
         epochs: dict[int, Seen] = {}
         for files in found:
             identities: dict[str, Identity] = {}
+            unreadable: dict[str, str] = {}
             for record, path in files.files.items():
                 identity = self._identity(path, cheaply=files.epoch in settled)
-                if identity is not None:
+                if isinstance(identity, Identity):
                     identities[record] = identity
-            if not identities:
+                elif identity is not None:
+                    unreadable[path] = identity
+            if not identities and not unreadable:
                 continue
             epochs[files.epoch] = _seen(files, identities, self.epochs.get(files.epoch), now)
+            epochs[files.epoch].unreadable = unreadable
         self.epochs = epochs
 
     def disturb(self, epoch: int, now: float) -> None:
@@ -83,20 +90,27 @@ class Looks:
 
     def gone_on(self, epoch: int) -> bool:
         """Whether the trainer has begun a later epoch after all that there is of this one."""
-        newest = max(one.mtime_ns for one in self.epochs[epoch].identities.values())
+        newest = max((one.mtime_ns for one in self.epochs[epoch].identities.values()), default=0)
         later = (seen.identities for number, seen in self.epochs.items() if number > epoch)
         return any(one.mtime_ns > newest for identities in later for one in identities.values())
 
-    def _identity(self, path: str, cheaply: bool) -> Identity | None:
-        """Asked for by opening it: a network mount answers ``stat`` from a cache, for up to a minute."""
+    def _identity(self, path: str, cheaply: bool) -> Identity | str | None:
+        """Why it cannot be read; None if it has just been deleted.
+
+        Asked for by opening it: a network mount answers ``stat`` from a cache, for up to a minute.
+        """
+        place = self._folder / path
         try:
             if cheaply:
-                return Identity.of(os.stat(self._folder / path))
-            fd = os.open(self._folder / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # just deleted; or not to be read, and then it can be no part of an epoch
-            return None
+                return Identity.of(os.stat(place))
+            fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                return "it links to what is not there" if os.path.islink(place) else None
+            return error.strerror
         try:
-            return Identity.of(os.fstat(fd))
+            found = os.fstat(fd)
+            return Identity.of(found) if stat.S_ISREG(found.st_mode) else "it is no regular file"
         finally:
             os.close(fd)
 

@@ -175,7 +175,8 @@ class Watcher:
         trees: tuple[dict[str, Any], list[ForeignCheckpoint]] | None,
     ) -> Kind:
         layout = self._layout.name if self._layout is not None else "file"
-        origin = Origin(layout, str(self._folder), dict(seen.files.files), dict(seen.identities), sizes)
+        paths = {name: seen.files.files[name] for name in seen.identities}
+        origin = Origin(layout, str(self._folder), paths, dict(seen.identities), sizes)
         replace = self._is_there(epoch)
         total = sum(source.nbytes for source in sources.values())
         try:
@@ -210,6 +211,8 @@ class Watcher:
     # ---- what must hold ----------------------------------------------------------------------------------------
 
     def _check_complete(self, epoch: int, seen: Seen) -> None:
+        for path, why in sorted(seen.unreadable.items()):
+            raise _NotYetError("waiting", f"{path} cannot be read: {why}")
         records = seen.identities.keys()
         need = self._rules.need or (self._layout.needs(records) if self._layout is not None else frozenset())
         missing = need - records

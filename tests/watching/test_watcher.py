@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -345,6 +346,60 @@ def test_hugging_face_tree(folder: Path, repo: Repository) -> None:
     (tree / "m2.safetensors").write_bytes(safetensors)
     assert kinds(watch(folder, repo, **QUICK)) == {500: "saved"}
     assert repo.checkpoint(500).load("global_step500/optim.json") == b"{}"
+
+
+def _socket(path: Path) -> None:
+    here = os.open(path.parent, os.O_RDONLY)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{here}/{path.name}")
+    os.close(here)
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link to a folder": lambda path: path.symlink_to("/tmp"),
+    "a pipe": os.mkfifo,
+    "a socket": _socket,
+}
+
+
+@pytest.mark.parametrize("what", sorted(UNREADABLE))
+@pytest.mark.parametrize("name", ["checkpoint-5/optimizer.pt", "model-5.pt"])
+def test_an_epoch_of_which_something_cannot_be_read(folder: Path, repo: Repository, name: str, what: str) -> None:
+    """P2: it is not committed without it, it is not passed over in silence, and the others go on."""
+    if name.startswith("checkpoint"):
+        for epoch in (5, 6):
+            (folder / f"checkpoint-{epoch}").mkdir()
+            (folder / f"checkpoint-{epoch}" / "trainer_state.json").write_text("{}")
+    else:
+        (folder / "extra-6.pt").write_bytes(b"x")
+    UNREADABLE[what](folder / name)
+    found = import_files(folder, repo)
+    assert kinds(found) == {5: "waiting", 6: "saved"}
+    assert f"{name} cannot be read" in found[0].reason
+    assert kinds(watch(folder, repo, **QUICK)) == {5: "waiting", 6: "there"}
+    (folder / name).unlink()
+    if name.startswith("checkpoint"):
+        (folder / name).write_bytes(b"\x80\x02N.")
+        assert kinds(watch(folder, repo, **QUICK)) == {5: "saved", 6: "there"}
+        assert repo.checkpoint(5).records.keys() == {"trainer_state.json", "optimizer.pt"}
+
+
+def test_a_tree_comes_whole_whatever_its_names(folder: Path, repo: Repository) -> None:
+    """P2: names with line breaks or beyond UTF-8; and what lies deeper than is looked is not left out in silence."""
+    tree = folder / "checkpoint-5"
+    tree.mkdir()
+    names = ["trainer_state.json", "new\nline.json", "\udcff.json", "Ü \u202e.json"]
+    for name in names:
+        (tree / name).write_text("{}")
+    [found] = import_files(folder, repo)
+    assert found.kind == "saved"
+    assert sorted(found.files.values()) == sorted(f"checkpoint-5/{name}" for name in names)
+    deep = folder / "checkpoint-6" / Path(*"abcdefghi")
+    deep.mkdir(parents=True)
+    (folder / "checkpoint-6" / "trainer_state.json").write_text("{}")
+    (deep / "optimizer.pt").write_bytes(b"x")
+    assert kinds(import_files(folder, repo)) == {5: "there", 6: "waiting"}
 
 
 def test_import(folder: Path, repo: Repository) -> None:
