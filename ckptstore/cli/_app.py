@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from ckptstore.cli import _common
 from ckptstore.cli._common import Debug, say
+from ckptstore.cli._process import streams, told_to_end
 from ckptstore.cli.bench import bench
 from ckptstore.cli.cp import cp
 from ckptstore.cli.demo import demo
@@ -141,17 +142,24 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Errors are one line on stderr."""
     handler = _Warnings()
     log = logging.getLogger("ckptstore")
-    log.addHandler(handler)
-    try:
-        code = _run(argv)
-    finally:
-        log.removeHandler(handler)
-        _common.forget_debug()
+    with streams():
+        log.addHandler(handler)
+        try:
+            with told_to_end() as came:
+                code = _run(argv)
+        finally:
+            log.removeHandler(handler)
+            _common.forget_debug()
+        return _flushed(128 + came[0] if came and code == INTERRUPTED else code)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all that was printed is where it should be."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit does not fail on it again
-        return _PIPE_CLOSED
+        return _report(error)
     return code
 
 

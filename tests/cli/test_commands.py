@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -140,6 +142,56 @@ def test_a_closed_pipe_is_no_traceback(state_repo: Path) -> None:
     os.close(write)
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(file_repo: Path, tmp_path: Path, closed: str) -> None:
+    """A command that nobody listens to does its work, and the right one; no object is written over."""
+    line = f"{sys.executable} -m ckptstore.cli save {file_repo} --epoch 9 model=/etc/hostname {closed}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with ckptstore.open(file_repo) as repo:
+        assert repo.latest(deep=True).epoch == 9  # type: ignore[union-attr]
+    missing = f"{sys.executable} -m ckptstore.cli ls {tmp_path / 'nothing'} {closed}"
+    assert subprocess.run(["sh", "-c", missing], capture_output=True, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1251"])
+def test_terminals_that_lack_a_sign(file_repo: Path, tmp_path: Path, encoding: str) -> None:
+    """It is escaped: a command that has done its work does not end in an error because of a sign."""
+    place = tmp_path / "отчёт-é.html"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    for arguments in (["doctor", "--no-speed"], ["report", "-o", str(place)]):
+        line = [sys.executable, "-m", "ckptstore.cli", arguments[0], str(file_repo), *arguments[1:]]
+        done = subprocess.run(line, capture_output=True, env=environment, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), arguments
+    assert place.exists()
+
+
+def test_a_full_disk_under_the_output(file_repo: Path) -> None:
+    """What could not be printed is an error."""
+    for json in ([], ["--json"]):
+        with open("/dev/full", "w") as full:
+            line = [sys.executable, "-m", "ckptstore.cli", "ls", str(file_repo), *json]
+            done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_told_to_end(tmp_path: Path, number: signal.Signals) -> None:
+    """A command that is told to end tidies up, as after Ctrl-C: doctor leaves nothing behind."""
+    place = tmp_path / "not" / "there"
+    line = [sys.executable, "-m", "ckptstore.cli", "doctor", str(place)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 60
+        while not any((place / "probes").glob("*")) and time.monotonic() < end:
+            time.sleep(0.002)
+        process.send_signal(number)
+        process.send_signal(number)  # as ``timeout`` does
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said == "error: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- ls and show -----------------------------------------------------------------------------------------------
