@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptstore.errors import AccessError, AlreadyExistsError, StoreError, StoreFullError
+from ckptstore.errors import AccessError, AlreadyExistsError, InvalidArgumentError, StoreError, StoreFullError
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -46,9 +46,18 @@ def aside(to: Path) -> Iterator[Path]:
 
 def refuse_existing(path: Path, force: bool) -> None:
     """AlreadyExistsError if something is there that must not be overwritten: with ``force`` that is a folder."""
+    refuse_impossible(path)
     if os.path.lexists(path) and (not force or (path.is_dir() and not path.is_symlink())):
         rest = "" if force else ", or pass force=True to overwrite it"
         raise AlreadyExistsError(f"{path} exists: choose another folder{rest}")
+
+
+def refuse_impossible(path: Path) -> None:
+    """InvalidArgumentError if nothing can have that name: it may come from a store."""
+    try:
+        os.fsencode(path)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{str(path)!r} is no name that a file can have: choose other records") from error
 
 
 def place(written: Path, path: Path, force: bool) -> None:

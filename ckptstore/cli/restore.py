@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
@@ -31,6 +32,8 @@ from ckptstore.placing import aside as _aside
 from ckptstore.placing import folder as _folder
 from ckptstore.placing import place as _place
 from ckptstore.placing import refuse_existing
+from ckptstore.placing import sync_folder as _sync_folder
+from ckptstore.placing import writing as _writing
 from ckptstore.watching.origin import origin_of
 
 _To = Annotated[Path, typer.Option("--to", metavar="DIR", show_default=False, help="The folder, made if need be.")]
@@ -130,6 +133,13 @@ def _choose(repo: Repository, ckpt: Checkpoint, wanted: Sequence[str] | None, to
             )
         owner[file] = name
         files_of[name] = to / file
+    for file, name in owner.items():
+        above = next((str(at) for at in PurePosixPath(file).parents if str(at) in owner), None)
+        if above is not None:
+            raise InvalidArgumentError(
+                f"{clean(file)!r} of record {name!r} would lie below {clean(above)!r}, which is the file of record "
+                f"{owner[above]!r}: restore them one by one, with --record and different --to"
+            )
     return files_of
 
 
@@ -146,15 +156,33 @@ def _refuse_existing(files: dict[str, Path], force: bool) -> None:
 
 def _write(ckpt: Checkpoint, files: dict[str, Path], to: Path, force: bool) -> None:
     """All files first aside, verified and synced, then into place: a damaged record leaves nothing behind."""
-    with _folder(to), _aside(to) as aside, progress_bar("restoring") as move:
+    with _writing(to), _folder(to), _aside(to) as aside, progress_bar("restoring") as move:
         total = sum(ckpt.records[name].bytes_state for name in files)
         before = 0
         for number, name in enumerate(files):
             ckpt.read_file(name, aside / str(number), _shifted(move, before, total))
             before += ckpt.records[name].bytes_state
-        for number, path in enumerate(files.values()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _place(aside / str(number), path, force)
+        _place_all([(aside / str(number), path) for number, path in enumerate(files.values())], to, force)
+
+
+def _place_all(files: Sequence[tuple[Path, Path]], to: Path, force: bool) -> None:
+    """All of them, or, where nothing is overwritten, none."""
+    with ExitStack() as undo:
+        for written, path in files:
+            undo.enter_context(_folder(path.parent))
+            _place(written, path, force)
+            if not force:
+                undo.push(_unless_all_are(path))
+        for inner in {inner for _, path in files for inner in path.parents if inner == to or to in inner.parents}:
+            _sync_folder(inner)
+
+
+def _unless_all_are(path: Path) -> Callable[[object, object, object], None]:
+    def remove(kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            path.unlink(missing_ok=True)
+
+    return remove
 
 
 def _shifted(move: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:

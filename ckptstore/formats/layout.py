@@ -11,7 +11,7 @@ records and one more, ``files``::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -40,13 +40,36 @@ def layout_of(value: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         if facts["version"] > VERSION:
             raise FormatError("the record 'files' was written by a newer version of ckptstore: upgrade ckptstore")
         records = {str(name): dict(entry) for name, entry in facts["records"].items()}
-        good = all(entry["kind"] in _KINDS for entry in records.values())
+        if not all(map(_is_entry, records.values())):
+            raise ValueError("an entry lacks what its kind has")
         names = [*files, *(name for entry in records.values() for name in places(entry))]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FormatError(f"the record 'files' is malformed ({error}): export the other records alone") from error
-    if not good or not all(map(is_inside, names)):
+    if not all(map(is_inside, names)):
         raise FormatError("the record 'files' names files outside of its folder: export the other records alone")
     return records, files
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    """Whether the facts of a record are of the types that its kind has."""
+    kind = entry["kind"]
+    if kind not in _KINDS:
+        return False
+    if kind.endswith("-sharded"):
+        good = _are(str, entry["weight_map"].values())
+    else:
+        good = type(entry["file"]) is str and "weight_map" not in entry
+    if kind == "lightning":
+        good = good and type(entry["keys"]) is list and _are(str, entry["keys"])
+    if kind == "safetensors":
+        good = good and type(entry["metadata"]) is dict
+    elif kind == "safetensors-sharded":
+        good = good and _are(dict, entry["metadata"].values())
+    return good
+
+
+def _are(kind: type, values: Iterable[Any]) -> bool:
+    return all(type(value) is kind for value in values)
 
 
 def places(entry: Mapping[str, Any]) -> list[str]:

@@ -417,6 +417,36 @@ def test_restore_refuses_two_records_of_one_file_name(run: Run, tmp_path: Path, 
     assert not (tmp_path / "o").exists()
 
 
+PATHS: dict[str, tuple[tuple[str, str], int, str]] = {
+    "one below the other": (("d", "d/x"), 1, "would lie below 'd'"),
+    "the other way round": (("d/x", "d"), 1, "would lie below 'd'"),
+    "no name of a file": (("\ud800", "d"), 1, "no name that a file can have"),
+    "too long": (("d", "x" * 300), 5, "File name too long"),
+    "too deep": (("d", "e/" * 3000 + "x"), 5, "File name too long"),
+    "a file in the way": (("d", "there/x"), 5, "could not be written"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(PATHS))
+def test_restore_of_paths_that_cannot_be(run: Run, tmp_path: Path, files: dict[str, Path], what: str) -> None:
+    """P8: paths come from a store. All files get their names, or none."""
+    paths, code, said = PATHS[what]
+    file = {"content": 1, "size": 1, "mtime_ns": 1, "inode": 1}
+    entries = {name: {"path": path, **file} for name, path in zip("ab", paths, strict=True)}
+    origin = {"ckptstore.files": {"layout": "x", "folder": "y", "files": entries}}
+    with ckptstore.open(tmp_path / "r") as repo, repo.begin(1, origin) as txn:
+        txn.write_file("a", files["model"])
+        txn.write_file("b", files["model"])
+    place = tmp_path / "o"
+    place.mkdir()
+    (place / "there").write_text("mine")
+    result = run("restore", tmp_path / "r", "--to", place)
+    assert result.code == code, result.err
+    assert said in result.err
+    assert [path.name for path in place.rglob("*")] == ["there"]
+    assert (place / "there").read_text() == "mine"
+
+
 def test_restore_of_a_damaged_epoch_writes_nothing(run: Run, tmp_path: Path, file_repo: Path) -> None:
     """A damaged record leaves no file at all, not even those of the good records: exit code 4."""
     flip(chunks_of(file_repo, 2)[0])

@@ -291,6 +291,38 @@ def test_killed_at_any_moment(repo: Repository, tmp_path: Path, form: Format) ->
         repo.export(1, place / str(len(found)), form)
 
 
+MALFORMED: dict[str, dict[str, Any]] = {
+    "no metadata": {"kind": "safetensors", "file": "m"},
+    "metadata that is none": {"kind": "safetensors", "file": "m", "metadata": 5},
+    "no metadata of shards": {"kind": "safetensors-sharded", "weight_map": {"w": "s"}},
+    "metadata of shards that is none": {"kind": "safetensors-sharded", "weight_map": {"w": "s"}, "metadata": {"s": 5}},
+    "shards that are none": {"kind": "torch-sharded", "weight_map": {"w": 5}},
+    "no file": {"kind": "torch", "weight_map": {"w": "a"}},
+    "no keys": {"kind": "lightning", "file": "m"},
+    "keys that are none": {"kind": "lightning", "file": "m", "keys": [["a"]]},
+    "an unknown kind": {"kind": ["torch"], "file": "m"},
+}
+
+
+@pytest.mark.parametrize("what", sorted(MALFORMED))
+def test_a_record_of_files_that_makes_no_sense(repo: Repository, tmp_path: Path, what: str) -> None:
+    """P8: it comes from a store: what does not add up is said, and nothing appears."""
+    facts = {"version": 1, "layout": "huggingface", "records": {"model": MALFORMED[what]}}
+    repo.save(1, {"model": {"w": np.ones(3)}, "files": {"ckptstore": facts, "files": {}}})
+    with pytest.raises(ckptstore.FormatError, match="malformed"):
+        repo.export(1, tmp_path / "out", "files")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_no_file_can_have(repo: Repository, tmp_path: Path) -> None:
+    """P8: a name from a store that the system cannot encode."""
+    facts = {"version": 1, "layout": "huggingface", "records": {}}
+    repo.save(1, {"files": {"ckptstore": facts, "files": {"\ud800": np.zeros(3, np.uint8)}}})
+    with pytest.raises(ckptstore.InvalidArgumentError, match="no name"):
+        repo.export(1, tmp_path / "out", "files")
+    assert not (tmp_path / "out").exists()
+
+
 _PEAK = """
 import re, sys, ckptstore
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
