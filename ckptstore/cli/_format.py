@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from ckptstore.report.charts import between
 from ckptstore.watching.origin import KEY
 from ckptstore.wording import clean, ratio, size
 
@@ -52,8 +53,7 @@ def sparkline(values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = min(values), max(values)
-    step = (high - low) / (len(_BARS) - 1) or 1.0
-    return "".join(_BARS[round((value - low) / step)] for value in values)
+    return "".join(_BARS[round(between(low, value, high) * (len(_BARS) - 1)) if low < high else 0] for value in values)
 
 
 def plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from ckptstore.cli._common import (
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli.prune import Keep, Records, Run, policy_of
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.placing import writing
 from ckptstore.report import as_dict, collect, page
 
 _Output = Annotated[
@@ -105,12 +106,14 @@ def _write(path: Path, text: bytes) -> None:
         raise InvalidArgumentError(
             f"{clean(str(path))} is no file that can be written: name one in a folder that exists"
         )
-    if path.exists() and not path.is_file():  # /dev/stdout, a pipe
-        path.write_bytes(text)
-        return
-    scratch = path.with_name(f".{uuid.uuid4().hex}.part")
-    try:
-        scratch.write_bytes(text)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    path = Path(os.path.realpath(path))  # /dev/stdout is a link too, and must stay one
+    with writing(path):
+        if path.exists() and not path.is_file():  # a terminal, a pipe
+            path.write_bytes(text)
+            return
+        scratch = path.with_name(f".{uuid.uuid4().hex}.part")
+        try:
+            scratch.write_bytes(text)
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)

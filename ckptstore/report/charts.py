@@ -41,6 +41,13 @@ def grouped(xs: Sequence[float], ys: Sequence[float], columns: int = COLUMNS) ->
     return groups
 
 
+def between(low: float, value: float, high: float) -> float:
+    """Where a value lies, from 0 at ``low`` to 1 at ``high``, which is larger. All are finite."""
+    if math.isinf(high - low):
+        low, value, high = low / 2, value / 2, high / 2
+    return (value - low) / (high - low)
+
+
 @dataclass(frozen=True, slots=True)
 class Scale:
     """From values to places: linear, or by powers."""
@@ -54,9 +61,10 @@ class Scale:
         if self.high <= self.low:
             return self.span / 2
         if self.log:
-            return self.span * math.log(value / self.low) / math.log(self.high / self.low)
-        half = value / 2 - self.low / 2, self.high / 2 - self.low / 2  # halves, or the difference may overflow
-        return self.span * half[0] / half[1]
+            # Differences, because the largest by the smallest may overflow.
+            low = math.log(self.low)
+            return self.span * (math.log(value) - low) / (math.log(self.high) - low)
+        return self.span * between(self.low, value, self.high)
 
 
 def svg(drawing: Iterable[Html], title: str, description: str, name: str) -> Html:

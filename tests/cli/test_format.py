@@ -56,4 +56,5 @@ def test_small_things() -> None:
     """Ratios without meaning are a dash, curves span all bars, digests are cut to eight digits."""
     assert (ratio(0, 5), ratio(5, 0), ratio(12, 10)) == ("-", "-", "1.20")
     assert (sparkline([]), sparkline([1.0]), sparkline([3.0, 1.0, 2.0])) == ("", "▁", "█▁▅")
+    assert (sparkline([-1e308, 1e308]), sparkline([0.0, 5e-324])) == ("▁█", "▁█")
     assert short_key("attempts/" + "a" * 32 + "/chunks/" + "b" * 64) == "attempts/aaaaaaaa…/chunks/bbbbbbbb…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ def test_the_page_and_the_json_say_the_same(run: Run, state_repo: Path, tmp_path
     assert "<script" not in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert "--keep" in html.unescape(text)
-    found = run("report", state_repo, "--json").json
-    assert found["verdict"]["text"] in html.unescape(text)
+    found = run("report", state_repo, "-o", page, "--json").json  # both of one moment: ages are in it
+    assert found["verdict"]["text"] in html.unescape(page.read_text("utf-8"))
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
@@ -37,6 +38,35 @@ def test_names_are_text_and_not_markup(run: Run, tmp_path: Path) -> None:
     assert "<img" not in text
     assert "<script" not in text
     assert html.escape(bad) in text
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308, 0.0), (5e-324, 0.0, 5e-324), (5e-324, 1e308, 1.0)])
+def test_curves_of_any_finite_values(run: Run, tmp_path: Path, values: tuple[float, ...]) -> None:
+    """The largest and smallest numbers that there are have their places in the chart."""
+    with ckptstore.open(tmp_path / "r") as repo:
+        for epoch, value in enumerate(values):
+            repo.save(epoch, {"m": 1}, {"loss": value})
+    assert run("report", tmp_path / "r", "-o", tmp_path / "report.html").code == 0
+    [curve] = re.findall(
+        r'class="curve"[^>]* d="M([^"]*)"|d="M([^"]*)"[^>]* class="curve"',
+        (tmp_path / "report.html").read_text("utf-8"),
+    )[:1]
+    places = [float(number) for number in re.findall(r"[^ ML]+", "".join(curve))]
+    assert len(places) == 6
+    assert all(0 <= place <= 1000 for place in places)
+    assert {places[1], places[3], places[5]} >= {0.0, 100.0}
+
+
+def test_where_the_page_goes(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """Through a link, which stays one: /dev/stdout is such a link. A full disk is an error that says so."""
+    (tmp_path / "page.html").write_text("old")
+    (tmp_path / "link.html").symlink_to("page.html")
+    assert run("report", state_repo, "-o", tmp_path / "link.html").code == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
+    full = run("report", state_repo, "-o", "/dev/full")
+    assert full.code == 5
+    assert "/dev/full could not be written: No space left on device" in full.err
 
 
 def test_damage_is_shown_and_no_error(run: Run, state_repo: Path) -> None:
