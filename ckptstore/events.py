@@ -313,10 +313,14 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
     Returns:
         What ends it; it waits up to two seconds until the callback has heard all that came before.
+
+    Raises:
+        InvalidArgumentError: it cannot be called.
     """
     global _subscribed
     listener = listener_of(callback)
-    assert listener is not None
+    if listener is None:
+        raise InvalidArgumentError("a function must be given to subscribe, not None")
     with _lock:
         _subscribed = (*_subscribed, listener)
     return partial(_unsubscribe, listener)

@@ -171,11 +171,16 @@ def find(folder: Path, layouts: Iterable[Layout]) -> tuple[Layout | None, list[E
     paths = sorted(_walk(folder, layouts))
     for layout in layouts:
         found: dict[int, dict[str, str]] = {}
+        numbers: dict[tuple[int, str], int] = {}
         for path in paths:
             match = layout.match(path)
             if match is not None:
                 files = found.setdefault(match[0], {})
-                files[_free_name(match[1], files)] = path
+                name = match[1]
+                while name in files:
+                    numbers[match] = numbers.get(match, 1) + 1
+                    name = f"{match[1]}-{numbers[match]}"
+                files[name] = path
         if found:
             return layout, [EpochFiles(epoch, files) for epoch, files in sorted(found.items())]
     return None, []
@@ -216,11 +221,3 @@ def _record_name(text: str) -> str:
     parts = [_BAD.sub("_", part)[:80] for part in text.split("/") if part]
     parts = [part if part[:1].isalnum() or part[:1] == "_" else "_" + part for part in parts]
     return check_record_name("/".join(parts)[-255:].lstrip("/.-") or ONE)
-
-
-def _free_name(name: str, taken: Mapping[str, str]) -> str:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}-{number}"
-    return free

@@ -433,3 +433,10 @@ def test_an_event_is_not_made_where_nobody_listens() -> None:
     events.Emitter("memory://x").tell(kind, epoch=1)
     with pytest.raises(AssertionError, match="made"):
         events.Emitter("memory://x", own=events.Listener(print)).tell(kind, epoch=1)
+
+
+def test_nothing_to_call() -> None:
+    """Refused, and whoever listens hears on."""
+    for wrong in (None, 7, "print"):
+        with pytest.raises(ckptstore.InvalidArgumentError):
+            events.subscribe(wrong)  # type: ignore[arg-type]

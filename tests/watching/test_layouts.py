@@ -105,6 +105,16 @@ def test_any_name_becomes_a_record_name(tmp_path: Path) -> None:
     assert len({check_record_name(name) for name in found[0].files}) == len(found[0].files) >= 4
 
 
+def test_many_names_that_become_the_same(tmp_path: Path) -> None:
+    """Each keeps a record of its own, and finding one takes no longer than finding the first."""
+    (tmp_path / "checkpoint-1").mkdir()
+    for number in range(3000):
+        (tmp_path / "checkpoint-1" / f"{chr(0x4E00 + number) * 3}.json").touch()
+    _, [found] = find(tmp_path, LAYOUTS)
+    assert len(found.files) == len(set(found.files.values())) == 3000
+    assert {"___.json", "___.json-2", "___.json-3000"} <= found.files.keys()
+
+
 def test_layout_names() -> None:
     """Only known ones; not beside a pattern."""
     assert layout_of("burn", None) == (BURN,)
