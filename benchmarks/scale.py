@@ -29,6 +29,7 @@ from rich.table import Table
 
 import ckptstore
 from ckptstore import keys
+from ckptstore.indexes import encode_index
 from ckptstore.manifest import (
     ArrayEntry,
     ChunkRef,
@@ -36,7 +37,6 @@ from ckptstore.manifest import (
     RecordEntry,
     RecordIndex,
     Span,
-    encode_index,
     encode_manifest,
     writer_version,
 )

@@ -61,6 +61,7 @@ from ckptstore.repair import EpochRepair, Mend, RepairReport
 from ckptstore.repository import Repository
 from ckptstore.retention import GcReport, PruneReport
 from ckptstore.scrub import ScrubReport
+from ckptstore.shards import ShardedArray
 from ckptstore.stores import RetryEvent, RetryPolicy
 from ckptstore.stores.trace import StoreEvent
 from ckptstore.sweep import Removal
@@ -130,6 +131,7 @@ __all__ = [
     "RetryPolicy",
     "SaveHandle",
     "ScrubReport",
+    "ShardedArray",
     "Skipped",
     "StoreError",
     "StoreEvent",

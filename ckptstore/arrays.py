@@ -329,7 +329,7 @@ def mismatch(spec: ArraySpec, target: object) -> str | None:
     shape = tuple(target.shape)
     if shape != spec.shape or not dtypes.same_values(name, spec.dtype):
         return f"{spec.dtype} {list(spec.shape)} in the checkpoint, {name} {list(shape)} here"
-    if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
+    if 0 not in shape and any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
         return "several of its elements share the same memory (an expanded view)"
     return None
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +30,7 @@ from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.placing import file_name, new_file, write_at, writing
 from ckptstore.reader import Part, Spare, array_specs, copy_arrays, load_arrays
+from ckptstore.shards import BoxTarget, ShardedArray, box_targets, nbytes_of, share_memory
 from ckptstore.stores.base import Store
 from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
 from ckptstore.writer import Tally
@@ -291,41 +291,60 @@ class _Load:
         self._specs = specs
         self._into = into
         self._places: dict[int, list[Destination]] = {}
+        self._boxes: dict[int, list[BoxTarget]] = {}
         self._existing = match_into(skeleton, specs, into, index.name, partial=partial) if into is not None else {}
         self._numbers = sorted(leaf_paths(skeleton))
         if self._numbers and self._numbers[-1] >= len(specs):
             raise FormatError(f"record {index.name!r} refers to an array that it does not list")
-        self.nbytes = sum(specs[number].nbytes for number in self._numbers)
+        self.nbytes = sum(self._bytes_of(number) for number in self._numbers)
 
     @property
     def into(self) -> bool:
         """Whether it goes into a state that the caller has."""
         return self._into is not None
 
+    def _bytes_of(self, number: int) -> int:
+        targets = self._existing.get(number, ())
+        sharded = [target for target in targets if isinstance(target, ShardedArray)]
+        aside = 0 if sharded and len(sharded) == len(targets) else self._specs[number].nbytes
+        return aside + sum(nbytes_of(target) for target in sharded)
+
     def prepare(self) -> Part:
         """Where its arrays go. InvalidArgumentError if two of them go into the same memory."""
         specs = self._specs
         with garbage.paused():
             for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
-                found = [Destination.into_existing(specs[number], target) for target in self._existing.get(number, ())]
-                self._places[number] = found or [Destination.allocate(specs[number])]
-        if _overlap(self.buffers()):
+                targets = self._existing.get(number, ())
+                sharded = [target for target in targets if isinstance(target, ShardedArray)]
+                self._boxes[number] = [box for target in sharded for box in box_targets(specs[number], target)]
+                rest = [target for target in targets if not isinstance(target, ShardedArray)]
+                found = [Destination.into_existing(specs[number], target) for target in rest]
+                if not found and not sharded:
+                    found = [Destination.allocate(specs[number])]
+                self._places[number] = found
+        if share_memory(self.memories()):
             raise InvalidArgumentError("two arrays of the state to load into share memory: load into separate arrays")
-        return self.index, {number: found[0] for number, found in self._places.items()}
+        return self.index, {number: [*found[:1], *self._boxes[number]] for number, found in self._places.items()}
 
-    def buffers(self) -> Iterator[memoryview]:
+    def memories(self) -> Iterator[memoryview | np.ndarray[Any, Any]]:
         """The memory that it goes into."""
-        return (destination.buffer for found in self._places.values() for destination in found)
+        for found in self._places.values():
+            yield from (destination.buffer for destination in found)
+        for boxes in self._boxes.values():
+            yield from (box.view for box in boxes)
 
     def finish(self) -> Any:
         """The loaded state, once all arrays are there."""
         values: dict[int, Any] = {}
         with garbage.paused():
+            for box in (box for boxes in self._boxes.values() for box in boxes):
+                if box.finish is not None:
+                    box.finish()
             for number, found in self._places.items():
                 for other in found[1:]:  # tied in the checkpoint, separate in the target
                     other.buffer[:] = found[0].buffer
                 finished = [destination.finish() for destination in found]
-                values[number] = finished[0]
+                values[number] = finished[0] if finished else None
             if self._into is None:
                 return unflatten(self._skeleton, lambda number: values[number])
             return fill_into(self._skeleton, self._into, lambda number: values[number])
@@ -335,7 +354,7 @@ def _run(loads: list[_Load], store: Store, meter: Meter, spare: Spare | None) ->
     """Load records side by side; one after the other where they go into the same memory (the last one stays)."""
     parts = [load.prepare() for load in loads]
     visible = any(load.into for load in loads)
-    if visible and _overlap(buffer for load in loads for buffer in load.buffers()):
+    if visible and share_memory(memory for load in loads for memory in load.memories()):
         for part in parts:
             load_arrays(store, [part], meter=meter, visible=True, spare=spare)
     else:
@@ -345,12 +364,6 @@ def _run(loads: list[_Load], store: Store, meter: Meter, spare: Spare | None) ->
 
 def _are_patterns(paths: object) -> bool:
     return paths is None or (isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths))
-
-
-def _overlap(buffers: Iterable[memoryview]) -> bool:
-    """Whether two of them share memory: both would hold the values of whichever was loaded last."""
-    ranges = sorted((np.frombuffer(buffer, np.uint8).ctypes.data, buffer.nbytes) for buffer in buffers if buffer.nbytes)
-    return any(following < start + length for (start, length), (following, _) in pairwise(ranges))
 
 
 def metadata_of(manifest: Manifest) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptstore.arrays import ArraySpec, is_array, mismatch, source, torch_module
 from ckptstore.errors import InvalidRecordError
+from ckptstore.shards import ShardedArray, misfit
 from ckptstore.skeleton import NOTHING, PAIRS, ROWS, array_index, decode_leaf, join, pairs, rows, split, unflatten
 
 MAX_LISTED = 1000
@@ -102,14 +103,16 @@ class _Matcher:
         if spec.kind in ("bytes", "bytearray"):
             self._plain(spec.kind, target, path)
             return
-        if not is_array(target):
+        if not _is_leaf(target):
             self._differ(f"an array ({spec.dtype} {list(spec.shape)})", target, path)
             return
-        reason = mismatch(spec, target)
+        sharded = isinstance(target, ShardedArray)
+        reason = misfit(spec, target) if isinstance(target, ShardedArray) else mismatch(spec, target)
         if reason is not None:
             self.problems.append(f"{path}: {reason}")
             return
-        owner, first = self.taken.setdefault(source(target).identity, (index, path))
+        identity = ("object", id(target)) if sharded else source(target).identity
+        owner, first = self.taken.setdefault(identity, (index, path))
         if owner != index:
             self.problems.append(f"{path}: the same memory as {first} here, but two arrays in the checkpoint")
         elif first == path:
@@ -118,7 +121,7 @@ class _Matcher:
     def _plain(self, stored: str, target: object, path: str) -> None:
         size = getattr(torch_module(), "Size", None)
         container = isinstance(target, (dict, list)) or (isinstance(target, tuple) and type(target) is not size)
-        if is_array(target) or (container and not (stored == "a size" and type(target) is tuple)):
+        if _is_leaf(target) or (container and not (stored == "a size" and type(target) is tuple)):
             self._differ(stored, target, path)
 
     def _differ(self, stored: str, target: object, path: str) -> None:
@@ -155,11 +158,15 @@ def fill_into(skeleton: object, target: object, make: Callable[[int], object], c
         if tag in ROWS and isinstance(old, (list, tuple)):
             items = [fill(child, item, depth + 1) for child, item in zip(rows(body), old, strict=False)]
             return _refill(old, items)
-        if tag == "array" and is_array(old):
+        if tag == "array" and _is_leaf(old):
             return old
         return unflatten(node, make_once, count)
 
     return fill(skeleton, target, 0)
+
+
+def _is_leaf(value: object) -> bool:
+    return is_array(value) or isinstance(value, ShardedArray)
 
 
 def _replace(container: Any, key: Any, value: object) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptstore import keys
-from ckptstore.manifest import ChunkRef, RecordIndex
+from ckptstore.manifest import ChunkRef, RecordIndex, Span
 from ckptstore.patience import indispensable
 
 Place = tuple[ChunkRef, int, int]  # chunk, offset and length of a run of bytes in its raw content
@@ -40,8 +40,15 @@ class Known:
             self._chunks.setdefault(chunk.digest, chunk)
         for array in index.arrays:
             if array.digest:
-                places = tuple((index.chunks[s.chunk], s.offset, s.length) for s in array.spans)
-                self._arrays.setdefault(array.digest, places)
+                self._learn(index, array.digest, array.spans)
+            at = 0
+            for box in array.boxes:
+                if box.digest:
+                    self._learn(index, box.digest, array.spans[at : at + box.spans])
+                at += box.spans
+
+    def _learn(self, index: RecordIndex, digest: str, spans: Sequence[Span]) -> None:
+        self._arrays.setdefault(digest, tuple((index.chunks[s.chunk], s.offset, s.length) for s in spans))
 
     def adopt(self, attempt: str, chunks: dict[str, int]) -> None:
         """The chunks that a dead attempt left. A put is all or nothing, so a name proves its content."""

@@ -1,19 +1,19 @@
 """What is on the store, as frozen structs: their JSON *is* the format (see docs/format.md).
 
-Everything read from a store passes through the ``decode_*`` functions here: size-capped, digest-checked,
-strictly typed and cross-checked. Nothing is evaluated. Sizes are bytes, digests are BLAKE3-256 in
+Everything read from a store passes through the ``decode_*`` functions here and in ``indexes.py``: size-capped,
+digest-checked, strictly typed and cross-checked. Nothing is evaluated. Sizes are bytes, digests are BLAKE3-256 in
 64 lower-case hexadecimal digits.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import zstandard
 from blake3 import blake3
 
 from ckptstore import keys
@@ -21,6 +21,7 @@ from ckptstore.errors import CorruptionError, FormatError, InvalidArgumentError,
 from ckptstore.jsonsize import fits
 
 FORMAT = 1
+SHARDED = 2  # of an index in which arrays are stored in boxes: readers of format 1 would take the bytes for the whole
 
 # Caps: checked before a size is trusted (P8), and by the writer before it creates what nobody could read.
 MAX_MARKER = 64 * 1024
@@ -34,9 +35,11 @@ MAX_ARRAYS = 500_000
 MAX_OBJECTS = 64 * 1024 * 1024  # what JSON may become in memory, beyond its length and what the manifest counts:
 PER_ARRAY = 1536
 PER_CHUNK = 512
+PER_BOX = 1024
+MAX_DIMENSIONS = 64
 
-_HEX64 = re.compile(r"[0-9a-f]{64}")
-_HEX32 = re.compile(r"[0-9a-f]{32}")
+HEX64 = re.compile(r"[0-9a-f]{64}")
+HEX32 = re.compile(r"[0-9a-f]{32}")
 _NAME_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _PREFIX = b'{"digest":"'
 _SIGNED_FROM = len(_PREFIX) + 64 + 2  # the digest covers every byte from here on
@@ -63,11 +66,24 @@ class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
         return keys.chunk_key(self.attempt, self.digest)
 
 
+class BoxEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A rectangular part of an array: the next ``spans`` of the array's spans hold its C-order bytes, in order.
+
+    ``digest`` as of an array.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    spans: int
+    digest: str = ""
+
+
 class ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
     """One array: its type, its shape and the spans that hold its C-order bytes, in order.
 
     ``digest`` is kept for arrays that share a chunk with others, so that a later save can tell
     that such an array is unchanged although its neighbours are not; empty where not needed.
+    Where there are ``boxes``, the array was saved in pieces, and the spans are those of each of them in turn.
     """
 
     kind: str
@@ -75,6 +91,7 @@ class ArrayEntry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     spans: tuple[Span, ...]
     digest: str = ""
+    boxes: tuple[BoxEntry, ...] = ()
 
 
 class RecordIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +104,18 @@ class RecordIndex(msgspec.Struct, frozen=True, kw_only=True):
     arrays: tuple[ArrayEntry, ...]
     chunks: tuple[ChunkRef, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(span.length for array in self.arrays for span in array.spans)
 
-class RecordEntry(msgspec.Struct, frozen=True, kw_only=True):
+    @property
+    def boxes(self) -> int:
+        """How many pieces its sharded arrays have."""
+        return sum(len(array.boxes) for array in self.arrays)
+
+
+class RecordEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A record as its manifest lists it. ``digest`` and ``raw_length`` are of the index JSON."""
 
     name: str
@@ -101,6 +128,7 @@ class RecordEntry(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     bytes_state: int
     bytes_stored: int
+    boxes: int = 0
 
     @property
     def key(self) -> str:
@@ -206,6 +234,11 @@ class _Version(msgspec.Struct):
     format: int
 
 
+def format_for(arrays: Sequence[ArrayEntry]) -> int:
+    """The format that an index of these arrays has: the oldest that can say it."""
+    return SHARDED if any(array.boxes for array in arrays) else FORMAT
+
+
 def digest_of(data: bytes | bytearray | memoryview) -> str:
     """BLAKE3-256 of ``data`` as 64 hexadecimal digits."""
     return blake3(data).hexdigest()
@@ -257,20 +290,20 @@ def _version() -> str:
 
 def decode_marker(data: bytes) -> Marker:
     marker = decode_signed(data, Marker, keys.MARKER, MAX_MARKER)
-    _require(_HEX32.fullmatch(marker.repository) is not None, keys.MARKER, "repository id")
+    require(HEX32.fullmatch(marker.repository) is not None, keys.MARKER, "repository id")
     return marker
 
 
 def decode_lease(data: bytes, key: str) -> Lease:
     lease = decode_signed(data, Lease, key, MAX_LEASE)
-    _require(keys.lease_key(lease.attempt) == key, key, "attempt id")
+    require(keys.lease_key(lease.attempt) == key, key, "attempt id")
     return lease
 
 
 def decode_claim(data: bytes, key: str) -> WriterClaim:
     claim = decode_signed(data, WriterClaim, key, MAX_CLAIM)
     expected = keys.writer_key(digest_of(claim.run.encode())[:32], claim.number)
-    _require(expected == key, key, "run or number")
+    require(expected == key, key, "run or number")
     return claim
 
 
@@ -293,78 +326,18 @@ def decode_manifest(data: bytes, key: str) -> Manifest:
         FormatError: written by a newer version.
     """
     manifest = decode_signed(data, Manifest, key, MAX_MANIFEST)
-    _require(manifest.key == key, key, "epoch and generation")
-    _require(all(_HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
+    require(manifest.key == key, key, "epoch and generation")
+    require(all(HEX32.fullmatch(a) for a in (manifest.attempt, *manifest.attempts)), key, "attempt id")
     if manifest.origin is not None:
-        _require(all(_HEX32.fullmatch(i) for i in (manifest.origin.repository, manifest.origin.attempt)), key, "origin")
+        require(all(HEX32.fullmatch(i) for i in (manifest.origin.repository, manifest.origin.attempt)), key, "origin")
     names = [entry.name for entry in manifest.records if _is_record_name(entry.name)]
-    _require(len(names) == len(manifest.records), key, "record name")
-    _require(0 < len(names) == len(set(names)) <= MAX_RECORDS, key, "record names")
+    require(len(names) == len(manifest.records), key, "record name")
+    require(0 < len(names) == len(set(names)) <= MAX_RECORDS, key, "record names")
     for entry in manifest.records:
-        _require(_HEX64.fullmatch(entry.digest) is not None, key, "record digest")
-        _require(entry.attempt in manifest.attempts, key, "attempt of a record")
-        _require(0 < entry.raw_length <= MAX_INDEX and 0 < entry.stored_length <= MAX_INDEX, key, "record size")
+        require(HEX64.fullmatch(entry.digest) is not None, key, "record digest")
+        require(entry.attempt in manifest.attempts, key, "attempt of a record")
+        require(0 < entry.raw_length <= MAX_INDEX and 0 < entry.stored_length <= MAX_INDEX, key, "record size")
     return manifest
-
-
-def encode_index(index: RecordIndex) -> tuple[str, int, bytes]:
-    """``(digest, raw length, stored bytes)`` of a record index."""
-    raw = msgspec.json.encode(index)
-    stored = zstandard.ZstdCompressor(level=3).compress(raw)
-    if len(raw) > MAX_INDEX:
-        raise InvalidRecordError(
-            f"record {index.name!r} needs an index of {len(raw)} bytes, more than {MAX_INDEX}: split the record"
-        )
-    if len(index.arrays) > MAX_ARRAYS:
-        raise InvalidRecordError(f"record {index.name!r} has more than {MAX_ARRAYS} arrays: split the record")
-    if not fits(raw, _allowance(len(raw), len(index.arrays), len(index.chunks))):
-        raise InvalidRecordError(
-            f"record {index.name!r} has too many plain values, more than a reader takes: put them into arrays"
-        )
-    return digest_of(raw), len(raw), stored
-
-
-def decode_index(stored: bytes, entry: RecordEntry) -> RecordIndex:
-    """The verified index of the record that ``entry`` describes."""
-    key = entry.key
-    _require(len(stored) == entry.stored_length, key, f"length ({len(stored)}, not {entry.stored_length})")
-    raw = _decompress(stored, entry.raw_length, key)
-    _require(digest_of(raw) == entry.digest, key, "digest")
-    _check_version(raw, key)
-    _require(0 <= entry.arrays <= MAX_ARRAYS and entry.chunks >= 0, key, "number of arrays or chunks")
-    # None is described in fewer bytes: a manifest cannot buy memory by counting what is not there.
-    _require(20 * entry.arrays + 100 * entry.chunks <= len(raw), key, "number of arrays or chunks")
-    _require(fits(raw, _allowance(len(raw), entry.arrays, entry.chunks)), key, "structure (too many values)")
-    try:
-        index = msgspec.json.decode(raw, type=RecordIndex)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        _corrupt(key, f"structure ({error})", error)
-    _require(index.name == entry.name and index.kind == entry.kind, key, "record name")
-    counts = (len(index.arrays), len(index.chunks))
-    _require(counts == (entry.arrays, entry.chunks), key, "number of arrays or chunks")
-    _check_index(index, key)
-    return index
-
-
-def _allowance(raw_length: int, arrays: int, chunks: int) -> int:
-    """What an index may become in memory (P8): a fixed part, and more only for what its manifest counts."""
-    return MAX_OBJECTS + raw_length + PER_ARRAY * arrays + PER_CHUNK * chunks
-
-
-def _check_index(index: RecordIndex, key: str) -> None:
-    for chunk in index.chunks:
-        _require(_HEX32.fullmatch(chunk.attempt) and _HEX64.fullmatch(chunk.digest), key, "chunk name")
-        _require(0 < chunk.raw_length <= MAX_CHUNK_RAW, key, "chunk size")
-        # A frame is never longer than its header and the raw bytes.
-        _require(0 < chunk.stored_length <= chunk.raw_length + 64, key, "chunk size")
-    if index.kind == "file":
-        _require([array.kind for array in index.arrays] == ["bytes"], key, "content for a file")
-    for array in index.arrays:
-        for span in array.spans:
-            _require(0 <= span.chunk < len(index.chunks), key, "chunk number")
-            end = span.offset + span.length
-            _require(span.offset >= 0 and span.length > 0, key, "span")
-            _require(end <= index.chunks[span.chunk].raw_length, key, "span")
 
 
 def encode_signed(content: msgspec.Struct) -> bytes:
@@ -378,43 +351,37 @@ _T = TypeVar("_T")
 
 def decode_signed(data: bytes, kind: type[_T], key: str, cap: int) -> _T:
     """What ``encode_signed`` made. CorruptionError if it is damaged, FormatError if a newer version made it."""
-    _require(len(data) <= cap, key, f"size (more than {cap} bytes)")
-    _require(data[: len(_PREFIX)] == _PREFIX and data[_SIGNED_FROM - 2 : _SIGNED_FROM] == b'",', key, "beginning")
+    require(len(data) <= cap, key, f"size (more than {cap} bytes)")
+    require(data[: len(_PREFIX)] == _PREFIX and data[_SIGNED_FROM - 2 : _SIGNED_FROM] == b'",', key, "beginning")
     claimed = data[len(_PREFIX) : _SIGNED_FROM - 2]
-    _require(digest_of(data[_SIGNED_FROM:]).encode() == claimed, key, "digest")
-    _check_version(data, key)
-    _require(fits(data, MAX_OBJECTS + len(data)), key, "structure (too many values)")
+    require(digest_of(data[_SIGNED_FROM:]).encode() == claimed, key, "digest")
+    check_version(data, key)
+    require(fits(data, MAX_OBJECTS + len(data)), key, "structure (too many values)")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        _corrupt(key, f"structure ({error})", error)
+        corrupt(key, f"structure ({error})", error)
 
 
-def _check_version(data: bytes, key: str) -> None:
+def check_version(data: bytes, key: str, newest: int = FORMAT) -> None:
+    """FormatError if a newer version made it, before anything else of it is looked at."""
     try:
         version = msgspec.json.decode(data, type=_Version).format
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        _corrupt(key, f"structure ({error})", error)
-    if version > FORMAT:
+        corrupt(key, f"structure ({error})", error)
+    if version > newest:
         raise FormatError(
-            f"{key} has format {version}, this version of ckptstore reads up to {FORMAT}: upgrade ckptstore", key=key
+            f"{key} has format {version}, this version of ckptstore reads up to {newest}: upgrade ckptstore", key=key
         )
-    _require(version == FORMAT, key, "format number")
+    require(version >= FORMAT, key, "format number")
 
 
-def _decompress(stored: bytes, raw_length: int, key: str) -> bytes:
-    """Exactly ``raw_length`` bytes, or CorruptionError. zstandard alone would return short data silently."""
-    try:
-        _require(zstandard.get_frame_parameters(stored).content_size == raw_length, key, "index length")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_length, allow_extra_data=False)
-    except (zstandard.ZstdError, MemoryError) as error:
-        _corrupt(key, f"compression ({error})", error)
-
-
-def _require(condition: object, key: str, what: str) -> None:
+def require(condition: object, key: str, what: str) -> None:
+    """CorruptionError that says what is wrong with an object, unless a condition holds."""
     if not condition:
-        _corrupt(key, what, None)
+        corrupt(key, what, None)
 
 
-def _corrupt(key: str, what: str, cause: Exception | None) -> NoReturn:
+def corrupt(key: str, what: str, cause: Exception | None) -> NoReturn:
+    """Raise CorruptionError."""
     raise CorruptionError(f"{key} is damaged: wrong {what}", key=key) from cause

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from ckptstore import garbage, keys
 from ckptstore.arrays import ArraySpec
+from ckptstore.boxes import whole
 from ckptstore.codecs import decode
 from ckptstore.errors import CorruptionError, DeadlineError, ObjectNotFoundError, RetriesExhaustedError, StoreError
-from ckptstore.manifest import ChunkRef, RecordEntry, RecordIndex, Span, decode_index, hasher
+from ckptstore.indexes import decode_index
+from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, hasher
+from ckptstore.patches import Layout, Patch, Stretch
 from ckptstore.patience import indispensable
 from ckptstore.pipeline import Meter, Pipeline, Rooms, cores, side_by_side
+from ckptstore.shards import BoxTarget, words
 from ckptstore.stores.base import Store
 
 T = TypeVar("T")
@@ -32,7 +36,7 @@ class Problem:
 
 
 class Target(Protocol):
-    """Where the bytes of one array go: a writable view of exactly as many bytes."""
+    """Where the bytes of a whole array go: a writable view of exactly as many bytes."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -84,9 +88,9 @@ def sure(read: Callable[[], T]) -> T:
         return read()
 
 
-def read_index(store: Store, entry: RecordEntry) -> RecordIndex:
-    """The verified index of a record."""
-    return sure(lambda: decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry))
+def read_index(store: Store, entry: RecordEntry, *, part: bool = False) -> RecordIndex:
+    """The verified index of a record; with ``part`` of what one of several ranks wrote of it."""
+    return sure(lambda: decode_index(bytes(fetch(store, entry.key, entry.stored_length)), entry, part=part))
 
 
 def decode_chunk(
@@ -118,7 +122,8 @@ def read_chunk(
 
 
 Sink = Callable[[memoryview, int], object]  # takes bytes of an array, and their place in it
-Part = tuple[RecordIndex, Mapping[int, Target]]  # a record, and where those of its arrays go that are wanted
+Part = tuple[RecordIndex, Mapping[int, Sequence[Target | BoxTarget]]]  # a record, and where its wanted arrays go
+Place = tuple[memoryview, int] | tuple[np.ndarray[Any, Any], Patch]  # memory, and what of a chunk goes there
 
 
 def load_arrays(
@@ -131,7 +136,7 @@ def load_arrays(
             after its digest was checked.
         spare: where a chunk is read from that the store does not give.
     """
-    wanted: dict[str, list[tuple[memoryview, int]]] = {}
+    wanted: dict[str, list[Place]] = {}
     chunks: dict[str, ChunkRef] = {}
     for index, targets in parts:
         _scatter(index, targets, wanted)
@@ -139,12 +144,14 @@ def load_arrays(
 
     def use(chunk: ChunkRef, read: Read) -> None:
         places = wanted[chunk.key]
-        whole = len(places) == 1 and len(places[0][0]) == chunk.raw_length and not visible
-        raw = read(places[0][0] if whole else None)
-        if not whole:
-            for view, offset in places:
-                _copy(view, raw[offset : offset + len(view)])
-        meter.add(sum(len(view) for view, _ in places))
+        only = places[0][0] if len(places) == 1 and not visible else None
+        if isinstance(only, memoryview) and only.nbytes == chunk.raw_length:
+            read(only)
+        else:
+            raw = read(None)
+            for place in places:
+                _fill(place, raw)
+        meter.add(sum(memory.nbytes for memory, _ in places))
 
     read_chunks(store, chunks.values(), use, spare=spare)
 
@@ -162,33 +169,36 @@ def copy_arrays(
         parts: a sink is called with verified bytes and their place in its array, from worker threads.
         spare: where a chunk is read from that the store does not give.
     """
-    places: dict[str, list[tuple[Sink, Span, int]]] = {}
+    places: dict[str, list[tuple[Sink, Stretch]]] = {}
     chunks: dict[str, ChunkRef] = {}
     for index, sinks in parts:
         for number, sink in sinks.items():
-            at = 0
-            for span in index.arrays[number].spans:
-                chunk = index.chunks[span.chunk]
+            for stretch in Layout(index.arrays[number]).stretches():
+                chunk = index.chunks[stretch.chunk]
                 chunks[chunk.key] = chunk
-                places.setdefault(chunk.key, []).append((sink, span, at))
-                at += span.length
+                places.setdefault(chunk.key, []).append((sink, stretch))
 
     def use(chunk: ChunkRef, read: Read) -> None:
         raw = read(None)
-        for sink, span, at in places[chunk.key]:
-            sink(raw[span.offset : span.offset + span.length], at)
-            meter.add(span.length)
+        for sink, stretch in places[chunk.key]:
+            for offset, length, at in stretch.runs():
+                sink(raw[offset : offset + length], at)
+            meter.add(stretch.nbytes)
 
     read_chunks(store, chunks.values(), use, spare=spare)
 
 
+def array_spec(array: ArrayEntry, key: str) -> ArraySpec:
+    """What an array of the record index ``key`` is. CorruptionError if it has not as many bytes as it should."""
+    spec = ArraySpec(array.kind, array.dtype, array.shape)
+    if spec.nbytes != sum(span.length for span in array.spans):
+        raise CorruptionError(f"{key} is damaged: an array's spans do not add up", key=key)
+    return spec
+
+
 def array_specs(index: RecordIndex, key: str) -> list[ArraySpec]:
-    """What the arrays of a record are. CorruptionError if one has not as many bytes as it should."""
-    specs = [ArraySpec(array.kind, array.dtype, array.shape) for array in index.arrays]
-    for spec, array in zip(specs, index.arrays, strict=True):
-        if spec.nbytes != sum(span.length for span in array.spans):
-            raise CorruptionError(f"{key} is damaged: an array's spans do not add up", key=key)
-    return specs
+    """What the arrays of a record are. Errors as of ``array_spec``."""
+    return [array_spec(array, key) for array in index.arrays]
 
 
 def read_chunks(
@@ -265,17 +275,47 @@ class _Reading:
 
 
 def _scatter(
-    index: RecordIndex, targets: Mapping[int, Target], wanted: dict[str, list[tuple[memoryview, int]]]
+    index: RecordIndex, targets: Mapping[int, Sequence[Target | BoxTarget]], wanted: dict[str, list[Place]]
 ) -> None:
-    """For the key of each chunk needed, into ``wanted``: destination views and their offsets in its raw bytes."""
+    """For the key of each chunk needed, into ``wanted``: where parts of it go."""
     places = [wanted.setdefault(chunk.key, []) for chunk in index.chunks]
     with garbage.paused():
-        for number, target in targets.items():
-            filled = 0
-            buffer = target.buffer
-            for span in index.arrays[number].spans:
-                places[span.chunk].append((buffer[filled : filled + span.length], span.offset))
-                filled += span.length
+        for number, found in targets.items():
+            array = index.arrays[number]
+            for target in found:
+                if isinstance(target, BoxTarget):
+                    _scatter_box(array, target, places)
+                elif array.boxes:
+                    everything = words(target.buffer, array.dtype, array.shape)
+                    _scatter_box(array, BoxTarget(whole(array.shape), everything), places)
+                else:
+                    _in_a_row(target.buffer, array.spans, places)
+
+
+def _scatter_box(array: ArrayEntry, target: BoxTarget, places: list[list[Place]]) -> None:
+    layout = Layout(array)
+    for common, stored, spans in layout.pieces(target.box):
+        there = target.view[common.within(target.box)]
+        if common == stored and there.flags.c_contiguous:  # most shardings: the bytes stay in order
+            _in_a_row(there.reshape(-1).view(np.uint8).data, spans, places)
+            continue
+        for patch in layout.patches_in(common, stored, spans):
+            places[patch.chunk].append((there[patch.box.within(common)], patch))
+
+
+def _in_a_row(buffer: memoryview, spans: Iterable[Span], places: list[list[Place]]) -> None:
+    filled = 0
+    for span in spans:
+        places[span.chunk].append((buffer[filled : filled + span.length], span.offset))
+        filled += span.length
+
+
+def _fill(place: Place, raw: memoryview) -> None:
+    memory, what = place
+    if isinstance(what, Patch):
+        np.copyto(memory, what.take(raw))  # type: ignore[arg-type]  # pairs are not told apart by one of them
+    else:
+        _copy(memory, raw[what : what + memory.nbytes])  # type: ignore[arg-type]
 
 
 def missing_chunks(store: Store, chunks: Iterable[ChunkRef]) -> list[Problem]:

@@ -32,8 +32,9 @@ from ckptstore.errors import (
     ObjectExistsError,
     TransactionError,
 )
+from ckptstore.indexes import decode_index
 from ckptstore.lease import HeldLease
-from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, decode_index
+from ckptstore.manifest import ChunkRef, Manifest, RecordEntry
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.reader import Problem, damaged_chunks, fetch_chunk, missing_chunks, read_chunk, read_index
 from ckptstore.remake import Remake

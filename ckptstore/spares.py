@@ -16,7 +16,8 @@ from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.codecs import ITEM_SIZES, MODES, encode
 from ckptstore.errors import CorruptionError, InvalidRecordError
-from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex, decode_index, encode_index
+from ckptstore.indexes import decode_index, encode_index
+from ckptstore.manifest import ChunkRef, Manifest, RecordEntry, RecordIndex
 from ckptstore.reader import decode_chunk, fetch, fetch_chunk, sure
 from ckptstore.stores.base import Store
 

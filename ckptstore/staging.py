@@ -23,6 +23,7 @@ from ckptstore import garbage
 from ckptstore.arrays import ArraySource, ArraySpec, NumpySource, TorchSource, torch_bits, torch_module
 from ckptstore.errors import InvalidRecordError
 from ckptstore.refusals import torch_refusal
+from ckptstore.shards import FlatArray, ShardedSource, parts_of
 from ckptstore.tree import FlatState
 
 log = logging.getLogger("ckptstore")
@@ -50,9 +51,15 @@ class Staged:
     def flats(self) -> dict[str, FlatState]:
         """The states, with all arrays in the arena. Lets go of the originals; to be called once."""
         places, found = self._places, {}
+
+        def move(array: ArraySource) -> ArraySource:
+            return StagedSource(array.spec, self, places[array.identity])
+
         with garbage.paused():
             for name, flat in self._flats.items():
-                arrays: list[ArraySource] = [StagedSource(a.spec, self, places[a.identity]) for a in flat.arrays]
+                arrays: list[FlatArray] = [
+                    array.elsewhere(move) if isinstance(array, ShardedSource) else move(array) for array in flat.arrays
+                ]
                 found[name] = FlatState(flat.skeleton, arrays)
         self._flats, self._places = {}, {}
         return found
@@ -151,11 +158,12 @@ def _lay_out(
     sources: list[tuple[ArraySource, int]] = []
     end = 0
     for flat in flats.values():
-        for source in flat.arrays:
-            nbytes = source.nbytes
-            if places.setdefault(source.identity, end) == end and nbytes:
-                sources.append((source, end))
-                end += -(-nbytes // ALIGN) * ALIGN
+        for array in flat.arrays:
+            for source in parts_of(array):
+                nbytes = source.nbytes
+                if places.setdefault(source.identity, end) == end and nbytes:
+                    sources.append((source, end))
+                    end += -(-nbytes // ALIGN) * ALIGN
     return places, sources, end
 
 

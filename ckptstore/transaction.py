@@ -37,6 +37,7 @@ from ckptstore.lease import HeldLease
 from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, writer_version
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter
+from ckptstore.shards import form_of
 from ckptstore.sweep import remove_attempt
 from ckptstore.tree import FlatState, flatten
 from ckptstore.writer import RecordWriter, Tally
@@ -160,7 +161,7 @@ class Transaction:
         if flat.unchanged():
             return
         again = flatten(state, name)  # other objects, but maybe equal ones
-        if again.skeleton != flat.skeleton or [a.spec for a in again.arrays] != [a.spec for a in flat.arrays]:
+        if again.skeleton != flat.skeleton or [*map(form_of, again.arrays)] != [*map(form_of, flat.arrays)]:
             self._state = "failed"
             raise InvalidRecordError(
                 f"record {name!r} changed its structure while it was being saved: nothing was committed. "

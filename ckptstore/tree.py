@@ -20,7 +20,8 @@ node                                                    value
 ``{"bytes": base64}`` ``{"bytearray": base64}``         up to 1024 bytes; longer ones are arrays
 ``{"scalar": [element type, base64]}``                  NumPy scalar, little-endian; ``str_`` as UTF-32
 ``{"size": [int, ...]}``                                ``torch.Size``; ``tuple`` where torch is not imported
-``{"array": index}``                                    array, or long ``bytes``; tied arrays share an index
+``{"array": index}``                                    array (sharded ones too), or long ``bytes``; tied arrays share
+                                                        an index
 ``{"tuple": [node, ...]}``                              ``tuple``
 ``{"set": [key, ...]}`` ``{"frozenset": [key, ...]}``   in an order that depends on the members only
 ``{"dict": [[key, node], ...]}``                        ``dict``, in its order
@@ -49,9 +50,10 @@ from typing import Any
 import numpy as np
 
 from ckptstore import garbage
-from ckptstore.arrays import ArraySource, is_array, source, torch_module
+from ckptstore.arrays import is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
 from ckptstore.inplace import fill_into, match_into
+from ckptstore.shards import FlatArray, ShardedArray, sharded_source
 from ckptstore.skeleton import (
     ATOMS,
     FACTORIES,
@@ -80,7 +82,7 @@ class FlatState:
     """A state taken apart: JSON that refers to arrays by index, and the arrays."""
 
     skeleton: Any
-    arrays: list[ArraySource]
+    arrays: list[FlatArray]
     _seen: list[tuple[Any, Any]] = field(default_factory=list)
     """What can be changed from outside, and what was in it."""
 
@@ -92,12 +94,13 @@ class FlatState:
             )
 
 
-def flatten(state: object, root: str) -> FlatState:
+def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
     """Take a state apart without copying any array. ``root`` is the name of the record, for error messages.
 
-    ``InvalidRecordError`` lists the paths of all values that cannot be stored exactly (the first 20 of them).
+    ``InvalidRecordError`` lists the paths of all values that cannot be stored exactly (the first 20 of them). With
+    ``part`` the state is one rank's: the pieces of its sharded arrays need not make whole arrays.
     """
-    flattener = _Flattener()
+    flattener = _Flattener(part)
     with garbage.paused():
         skeleton = flattener.node(state, (None, root))
     refused = flattener.refused
@@ -110,8 +113,9 @@ def flatten(state: object, root: str) -> FlatState:
 
 
 class _Flattener:
-    def __init__(self) -> None:
-        self.arrays: list[ArraySource] = []
+    def __init__(self, part: bool) -> None:
+        self._part = part
+        self.arrays: list[FlatArray] = []
         self.refused: list[tuple[_Path, str]] = []
         self.seen: list[tuple[Any, Any]] = []
         self._indexes: dict[tuple[object, ...], int] = {}
@@ -126,6 +130,7 @@ class _Flattener:
         }
         self._leaves: dict[type, Callable[[Any, _Path], object]] = {
             np.ndarray: self._array,
+            ShardedArray: self._array,
             bytes: self._bytes,
             bytearray: self._bytes,
             set: self._set,
@@ -216,8 +221,9 @@ class _Flattener:
         return {type(value).__name__: encode_bytes(value)["bytes"]}
 
     def _array(self, value: object, path: _Path) -> object:
+        found: FlatArray
         try:
-            found = source(value)
+            found = sharded_source(value, part=self._part) if isinstance(value, ShardedArray) else source(value)
         except CkptStoreError as error:
             return self._refuse(path, str(error))
         index = self._indexes.setdefault(found.identity, len(self.arrays))

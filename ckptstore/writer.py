@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +21,22 @@ from ckptstore.arrays import ArraySpec
 from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
 from ckptstore.codecs import encode_into, room_for
 from ckptstore.files import FileSource
+from ckptstore.indexes import encode_index
 from ckptstore.known import Known, Place
-from ckptstore.manifest import ArrayEntry, ChunkRef, RecordEntry, RecordIndex, Span, digest_of, encode_index, hasher
+from ckptstore.manifest import (
+    ArrayEntry,
+    BoxEntry,
+    ChunkRef,
+    RecordEntry,
+    RecordIndex,
+    Span,
+    digest_of,
+    format_for,
+    hasher,
+)
 from ckptstore.pace import Pace
 from ckptstore.pipeline import WINDOW, Pipeline, Rooms
+from ckptstore.shards import ShardedSource, parts_of
 from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
@@ -111,6 +123,7 @@ class RecordWriter:
         codec: str,
         cores: int | None = None,
         pace: Pace | None = None,
+        part: bool = False,
         meter: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._store = store
@@ -119,6 +132,8 @@ class RecordWriter:
         self._chunk_size = chunk_size
         self._codec = codec
         self._pace = pace or Pace()
+        # Of a part every array gets a digest of its own: what several ranks have is compared by it.
+        self._digest_from = 1 if part else DIGEST_FROM
         self._meter = meter
         self._lock = threading.Lock()
         self._claimed: dict[str, Future[ChunkRef]] = {}
@@ -156,8 +171,9 @@ class RecordWriter:
         """Stop; when this returns, nothing is written any more."""
         self._pipeline.close()
 
-    def _write(self, name: str, kind: str, skeleton: Any, sources: list[Any]) -> None:
-        layout = _Layout(sources)
+    def _write(self, name: str, kind: str, skeleton: Any, arrays: Sequence[Any]) -> None:
+        layout = _Layout(arrays, self._digest_from)
+        sources = layout.sources
         pipeline = self._pipeline
         try:
             for plan in self._plans(sources, layout):
@@ -173,19 +189,23 @@ class RecordWriter:
         self._records.append((name, kind, skeleton, layout))
 
     def _put_index(self, name: str, kind: str, skeleton: Any, layout: Layout, _: None) -> RecordEntry:
-        index = layout.index(name, kind, skeleton)
+        return self.put_index(layout.index(name, kind, skeleton), layout.nbytes)
+
+    def put_index(self, index: RecordIndex, nbytes: int) -> RecordEntry:
+        """Write the index of a record all chunks of which are on the store, and whose arrays have so many bytes."""
         digest, raw_length, stored = encode_index(index)
         entry = RecordEntry(
-            name=name,
-            kind=kind,
+            name=index.name,
+            kind=index.kind,
             attempt=self._attempt,
             digest=digest,
             raw_length=raw_length,
             stored_length=len(stored),
             arrays=len(index.arrays),
             chunks=len(index.chunks),
-            bytes_state=layout.nbytes,
+            bytes_state=nbytes,
             bytes_stored=sum(chunk.stored_length for chunk in index.chunks),
+            boxes=index.boxes,
         )
         self._store.put(entry.key, stored, if_absent=True)
         with self._lock:
@@ -202,10 +222,10 @@ class RecordWriter:
             for number, source in enumerate(sources):
                 nbytes = source.nbytes
                 layout.nbytes += nbytes
-                if look and nbytes >= DIGEST_FROM and packer.is_small(nbytes):
+                if look and nbytes >= self._digest_from and packer.is_small(nbytes):
                     digest = digest_of(source.read(0, nbytes))
                     places = self._known.find_array(digest, nbytes)
-                    if places is not None:
+                    if places is not None and all(length % source.align == 0 for _, _, length in places):
                         layout.reuse(number, digest, places)
                         self._count(nbytes, reused=True)
                         continue
@@ -304,8 +324,10 @@ class RecordWriter:
 class _Layout:
     """Collects where each array's bytes went, while the chunks are still being sent."""
 
-    def __init__(self, sources: list[Any]) -> None:
-        self._sources = sources
+    def __init__(self, arrays: Sequence[Any], digest_from: int) -> None:
+        self._arrays = arrays
+        self._digest_from = digest_from
+        self.sources: list[Any] = [part for array in arrays for part in parts_of(array)]
         self.nbytes = 0
         self._placed: list[tuple[ChunkPlan, Future[Any]]] = []
         self._reused: list[tuple[int, tuple[Place, ...]]] = []
@@ -324,7 +346,7 @@ class _Layout:
         view = memoryview(raw)
         for piece in plan.pieces:
             length = piece.stop - piece.start
-            if length >= DIGEST_FROM and length == self._sources[piece.array].nbytes and len(plan.pieces) > 1:
+            if length >= self._digest_from and length == self.sources[piece.array].nbytes and len(plan.pieces) > 1:
                 self.digests[piece.array] = digest_of(view[offset : offset + length])
             offset += length
 
@@ -336,7 +358,7 @@ class _Layout:
         """The record index; every job has a result by now."""
         with garbage.paused():
             chunks: dict[str, tuple[int, ChunkRef]] = {}
-            spans: list[tuple[Span, ...]] = [()] * len(self._sources)
+            spans: list[tuple[Span, ...]] = [()] * len(self.sources)
             for array, places in self._reused:
                 spans[array] = tuple(Span(_number(chunks, ref), offset, length) for ref, offset, length in places)
             for plan, job in self._placed:
@@ -345,12 +367,29 @@ class _Layout:
                 for array, start, stop in plan.pieces:
                     spans[array] += (Span(number, offset, stop - start),)
                     offset += stop - start
-            arrays = tuple(
-                ArrayEntry(source.spec.kind, source.spec.dtype, source.spec.shape, where, self.digests.get(number, ""))
-                for number, (source, where) in enumerate(zip(self._sources, spans, strict=True))
-            )
+            parts = ((where, self.digests.get(number, "")) for number, where in enumerate(spans))
+            arrays = tuple(_entry(array, parts) for array in self._arrays)
             refs = tuple(ref for _, ref in chunks.values())
-            return RecordIndex(name=name, kind=kind, skeleton=skeleton, arrays=arrays, chunks=refs)
+            return RecordIndex(
+                format=format_for(arrays), name=name, kind=kind, skeleton=skeleton, arrays=arrays, chunks=refs
+            )
+
+
+def _entry(array: Any, parts: Iterator[tuple[tuple[Span, ...], str]]) -> ArrayEntry:
+    """The entry of an array, from the next of the parts: where the bytes of each are, and its digest."""
+    spec = array.spec
+    if not isinstance(array, ShardedSource):
+        where, digest = next(parts)
+        return ArrayEntry(spec.kind, spec.dtype, spec.shape, where, digest)
+    spans: tuple[Span, ...] = ()
+    boxes = []
+    for box in array.boxes:
+        where, digest = next(parts)
+        spans += where
+        boxes.append(BoxEntry(box.offset, box.shape, len(where), digest))
+    if len(boxes) == 1 and boxes[0].shape == spec.shape:
+        return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, boxes[0].digest)
+    return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, "", tuple(boxes))
 
 
 def _number(chunks: dict[str, tuple[int, ChunkRef]], ref: ChunkRef) -> int:

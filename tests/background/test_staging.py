@@ -68,6 +68,7 @@ def test_around_the_size_that_lets_go_of_the_lock(nbytes: int) -> None:
     """Both ways to copy give the same bytes."""
     array = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
     source = Arena().stage(flat([array])).flats()["model"].arrays[0]
+    assert isinstance(source, ArraySource)
     assert np.array_equal(np.frombuffer(source.read(0, nbytes), np.uint8), array)
 
 
@@ -84,7 +85,9 @@ def test_100_000_small_arrays() -> None:
     assert peak < 400 * len(arrays), "objects were made for each array"
     sources = staged.flats()["model"].arrays
     assert arena.nbytes <= len(arrays) * ALIGN * 1.01
-    assert all(s.read(0, 16).cast("f")[0] == number for number, s in enumerate(sources))
+    for number, source in enumerate(sources):
+        assert isinstance(source, ArraySource)
+        assert source.read(0, 16).cast("f")[0] == number
     repo = open_repo(MemoryStore(), chunk_size=1 << 20)
     assert_same(repo.save_async(1, {"model": arrays}).result().load("model"), arrays)
 

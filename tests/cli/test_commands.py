@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import ckptstore
-from ckptstore import errors, manifest
+from ckptstore import errors, indexes, manifest
 from ckptstore.cli._app import exit_code, message_of
 from ckptstore.stores.remote_errors import NO_CREDENTIALS
 from tests.cli.conftest import Run, chunks_of, flip
@@ -471,9 +471,9 @@ def test_a_hostile_manifest_cannot_write_outside_the_folder(run: Run, tmp_path: 
     key = "manifests/000000000002-000001.json"
     good = manifest.decode_manifest((file_repo / key).read_bytes(), key)
     entry = good.records[0]
-    index = manifest.decode_index((file_repo / entry.key).read_bytes(), entry)
+    index = indexes.decode_index((file_repo / entry.key).read_bytes(), entry)
     index = msgspec.structs.replace(index, name="../../evil", skeleton={"file": "../../evil"})
-    digest, raw_length, stored = manifest.encode_index(index)
+    digest, raw_length, stored = indexes.encode_index(index)
     entry = msgspec.structs.replace(
         entry, name=index.name, digest=digest, raw_length=raw_length, stored_length=len(stored)
     )

@@ -26,6 +26,7 @@ from ckptstore import CorruptionError, FormatError, InvalidRecordError, KeepLast
 from ckptstore.checked import decode_checked
 from ckptstore.codecs import decode, encode
 from ckptstore.errors import CkptStoreError
+from ckptstore.indexes import decode_index, encode_index
 from ckptstore.jsonsize import decoded_size
 from ckptstore.manifest import (
     MAX_OBJECTS,
@@ -34,12 +35,10 @@ from ckptstore.manifest import (
     ArrayEntry,
     RecordEntry,
     RecordIndex,
-    decode_index,
     decode_lease,
     decode_manifest,
     decode_marker,
     digest_of,
-    encode_index,
 )
 from ckptstore.pins import decode_pin
 from ckptstore.quarantine import decode_mark

@@ -10,16 +10,18 @@ import msgspec
 import numpy as np
 
 from ckptstore.arrays import ArraySource, Destination, source
+from ckptstore.shards import FlatArray
 from ckptstore.tree import flatten, unflatten
 
 
-def read_all(array: ArraySource, step: int = 7) -> bytes:
+def read_all(array: FlatArray, step: int = 7) -> bytes:
     """All bytes of an array, read ``step`` elements at a time."""
+    assert isinstance(array, ArraySource)
     width = step * array.align
     return b"".join(bytes(array.read(at, min(at + width, array.nbytes))) for at in range(0, array.nbytes, width))
 
 
-def reload(array: ArraySource) -> Any:
+def reload(array: FlatArray) -> Any:
     """The array as it comes back from a load into fresh memory."""
     destination = Destination.allocate(array.spec)
     assert destination.buffer.format == "B"
