@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckptstore.errors import InvalidRecordError
 
-EFFORT = 4_000_000  # comparisons, a few seconds; real shardings need fewer than the share of each box
+EFFORT = 1_000_000  # comparisons, a second or two; real shardings need fewer than the share of each box
 EFFORT_PER_BOX = 64
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 from ckptstore.arrays import ArraySpec
+from ckptstore.boxes import whole
 from ckptstore.catalog import Catalog
 from ckptstore.compare import Difference, compare
 from ckptstore.errors import CkptStoreError, CorruptionError, EpochNotFoundError, RecordNotFoundError
-from ckptstore.manifest import ArrayEntry, ChunkRef, Manifest, RecordEntry, RecordIndex
+from ckptstore.manifest import ArrayEntry, ChunkRef, Manifest, RecordEntry, RecordIndex, Span
 from ckptstore.outline import Outline, outline
+from ckptstore.patches import Layout, Patch, parts_of_entry
 from ckptstore.patience import indispensable
 from ckptstore.pipeline import Meter, Pipeline, Progress, Rooms, cores
-from ckptstore.reader import fetch_chunk, read_chunk
+from ckptstore.reader import array_spec, fetch_chunk, read_chunk
 
 Outcome = Literal["equal", "changed", "shape", "dtype", "kind", "only in first", "only in second"]
 
@@ -119,12 +121,22 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """``length`` bytes of the pair of arrays number ``pair``: where they are in the raw bytes of a chunk of each."""
+    """What the pair of arrays number ``pair`` have in common in a chunk of each: ``length`` bytes from ``first`` and
+    ``second`` on in their raw bytes, or, of arrays that were cut in different ways, two patches of the same elements.
+    """
 
     pair: int
     first: int
     second: int
     length: int
+    patches: tuple[Patch, Patch] | None = None
+
+    def take(self, first: memoryview, second: memoryview) -> tuple[memoryview, memoryview]:
+        """The elements of both, in one order, from the raw bytes of the chunks."""
+        if self.patches is None:
+            return first[self.first : self.first + self.length], second[self.second : self.second + self.length]
+        one, two = (patch.copy(raw) for patch, raw in zip(self.patches, (first, second), strict=True))
+        return one, two
 
 
 @dataclass(slots=True)
@@ -159,11 +171,7 @@ class _Side:
         key = self.entry.key
         if at[1] >= len(self.index.arrays):
             raise CorruptionError(f"{key} is damaged: it refers to an array that it does not list", key=key)
-        array = self.index.arrays[at[1]]
-        spec = ArraySpec(array.kind, array.dtype, array.shape)
-        if spec.nbytes != sum(span.length for span in array.spans):
-            raise CorruptionError(f"{key} is damaged: an array's spans do not add up", key=key)
-        return spec
+        return array_spec(self.index.arrays[at[1]], key)
 
 
 class _Work:
@@ -272,8 +280,7 @@ class _Work:
             held = len(rooms)
             second = first if chunk.key == reading.chunk.key else self._raw(1, chunk, rooms)
             for piece in pieces:
-                a = first[piece.first : piece.first + piece.length]
-                found = compare(self._types[piece.pair], a, second[piece.second : piece.second + piece.length])
+                found = compare(self._types[piece.pair], *piece.take(first, second))
                 with self._lock:
                     self._found[piece.pair] += found
             self._give(rooms, held)
@@ -320,8 +327,27 @@ class _Work:
 def _pieces(
     pair: int, one: RecordIndex, first: ArrayEntry, two: RecordIndex, second: ArrayEntry
 ) -> Iterator[tuple[ChunkRef, ChunkRef, _Piece]]:
-    """The runs of two equally long arrays that lie in one chunk of each, but for those that are equal by digest."""
-    spans = [iter(first.spans), iter(second.spans)]
+    """The parts of two arrays of one shape that lie in one chunk of each, but for those that are equal by digest."""
+    here, there = list(parts_of_entry(first)), list(parts_of_entry(second))
+    if [box for box, _ in here] == [box for box, _ in there]:
+        digests = [[box.digest for box in array.boxes] or [""] for array in (first, second)]
+        for (_, a), (_, b), known, other in zip(here, there, *digests, strict=True):
+            if not known or known != other:
+                yield from _runs(pair, one, a, two, b)
+        return
+    layout = Layout(second)
+    for a in Layout(first).patches(whole(first.shape)):
+        for b in layout.patches(a.box):
+            chunk_a, chunk_b = one.chunks[a.chunk], two.chunks[b.chunk]
+            if chunk_a.digest != chunk_b.digest or (a.offset, a.rectangle) != (b.offset, b.rectangle):
+                yield chunk_a, chunk_b, _Piece(pair, 0, 0, 0, (replace(a, box=b.box), b))
+
+
+def _runs(
+    pair: int, one: RecordIndex, first: Sequence[Span], two: RecordIndex, second: Sequence[Span]
+) -> Iterator[tuple[ChunkRef, ChunkRef, _Piece]]:
+    """The runs of bytes of two equally long rows of them."""
+    spans = [iter(first), iter(second)]
     now = [next(spans[0], None), next(spans[1], None)]
     done = [0, 0]  # of the span that each is at
     while now[0] is not None and now[1] is not None:

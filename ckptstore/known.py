@@ -39,16 +39,19 @@ class Known:
         for chunk in index.chunks:
             self._chunks.setdefault(chunk.digest, chunk)
         for array in index.arrays:
-            if array.digest:
+            if not array.boxes:
                 self._learn(index, array.digest, array.spans)
             at = 0
             for box in array.boxes:
-                if box.digest:
-                    self._learn(index, box.digest, array.spans[at : at + box.spans])
+                self._learn(index, box.digest, array.spans[at : at + box.spans])
                 at += box.spans
 
     def _learn(self, index: RecordIndex, digest: str, spans: Sequence[Span]) -> None:
-        self._arrays.setdefault(digest, tuple((index.chunks[s.chunk], s.offset, s.length) for s in spans))
+        if not digest and len(spans) == 1:  # alone in its chunk now, and next time maybe not
+            chunk = index.chunks[spans[0].chunk]
+            digest = chunk.digest if spans[0].length == chunk.raw_length else ""
+        if digest:
+            self._arrays.setdefault(digest, tuple((index.chunks[s.chunk], s.offset, s.length) for s in spans))
 
     def adopt(self, attempt: str, chunks: dict[str, int]) -> None:
         """The chunks that a dead attempt left. A put is all or nothing, so a name proves its content."""

@@ -39,6 +39,10 @@ class Patch:
         inside: np.ndarray[Any, Any] = found.reshape(self.rectangle.shape)[self.box.within(self.rectangle)]
         return inside
 
+    def copy(self, raw: memoryview) -> memoryview:
+        """The bytes of the elements in C order: a copy where they are not so in the chunk."""
+        return np.ascontiguousarray(self.take(raw)).reshape(-1).view(np.uint8).data
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:

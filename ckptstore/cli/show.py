@@ -75,6 +75,7 @@ def _arrays_of(catalog: Catalog, entry: RecordEntry) -> list[dict[str, Any]]:
             "dtype": array.dtype,
             "shape": list(array.shape),
             "bytes": sum(span.length for span in array.spans),
+            "pieces": max(len(array.boxes), 1),
         }
         for number, array in enumerate(index.arrays)
     ]
@@ -183,6 +184,7 @@ def _array_table(name: str, arrays: list[dict[str, Any]]) -> Table:
     table.add_column("size", justify="right", no_wrap=True)
     for array in arrays:
         shape = " × ".join(map(str, array["shape"])) or "scalar"
+        shape += f" in {array['pieces']} pieces" if array["pieces"] > 1 else ""
         kind = array["dtype"] if array["kind"] == "numpy" else f"{array['kind']} {array['dtype']}"
         table.add_row(Text(clean(", ".join(array["paths"]))), Text(clean(kind)), shape, size(array["bytes"]))
     return table

@@ -8,6 +8,7 @@ memory, and never touches anything outside of its folder (P8).
 from __future__ import annotations
 
 import json
+import math
 import os
 import tracemalloc
 import zlib
@@ -22,7 +23,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import CorruptionError, FormatError, InvalidRecordError, KeepLast, Repository, keys
+from ckptstore import CorruptionError, FormatError, InvalidRecordError, KeepLast, Repository, ShardedArray, keys
 from ckptstore.checked import decode_checked
 from ckptstore.codecs import decode, encode
 from ckptstore.errors import CkptStoreError
@@ -31,10 +32,14 @@ from ckptstore.jsonsize import decoded_size
 from ckptstore.manifest import (
     MAX_OBJECTS,
     PER_ARRAY,
+    PER_BOX,
     PER_CHUNK,
     ArrayEntry,
+    BoxEntry,
+    ChunkRef,
     RecordEntry,
     RecordIndex,
+    Span,
     decode_lease,
     decode_manifest,
     decode_marker,
@@ -100,7 +105,14 @@ def state() -> dict[str, Any]:
         "w": np.arange(60_000, dtype=np.float32),
         "b": [np.arange(6, dtype=np.int16), {"n": 2**80, "nan": float("nan")}, ({1, 2}, b"raw", 1 + 2j)],
         "step": 7,
+        "s": in_pieces(np.arange(600.0).reshape(30, 20)),
     }
+
+
+def in_pieces(array: Any) -> ShardedArray:
+    """Rows 0 to 9, and the rest in two halves."""
+    boxes = [(0, 10, 0, 20), (10, 30, 0, 7), (10, 30, 7, 20)]
+    return ShardedArray(array.shape, array.dtype, [((a, c), array[a:b, c:d].copy()) for a, b, c, d in boxes])
 
 
 def sound_repository() -> dict[str, bytes]:
@@ -204,7 +216,7 @@ def repositories(draw: st.DrawFn) -> dict[str, bytes]:
         "quarantine": keys.quarantine_key(2, 1),
         "checked": keys.CHECKED,
     }
-    victim = draw(st.sampled_from([*documents, "index", "skeleton", "skeleton", "arrays", "frame"]))
+    victim = draw(st.sampled_from([*documents, "index", "skeleton", "skeleton", "arrays", "boxes", "frame"]))
     if victim in documents:
         key = documents[victim]
         objects[key] = sign(draw(bodies(body_of(objects[key]))))
@@ -221,6 +233,12 @@ def repositories(draw: st.DrawFn) -> dict[str, bytes]:
         return objects
     if victim == "index":
         hostile = draw(bodies(raw))
+    elif victim == "boxes":
+        document = json.loads(raw)
+        sharded = [array for array in document["arrays"] if array[5]]
+        for array in sharded:
+            array[2:6] = mutate(draw, dict(enumerate(array[2:6]))).values()
+        hostile = dump(document)
     else:
         document = json.loads(raw)
         hostile = dump(document | mutate(draw, {victim: document[victim]}))
@@ -241,6 +259,7 @@ def place_index(manifest: dict[str, Any], number: int, raw: bytes) -> dict[str, 
     try:
         document = json.loads(raw)
         entry |= {"arrays": len(document["arrays"]), "chunks": len(document["chunks"])}
+        entry["boxes"] = sum(len(array[5]) for array in document["arrays"])
         entry["bytes_state"] = sum(span[2] for array in document["arrays"] for span in array[3])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         pass
@@ -364,7 +383,7 @@ DECODERS: list[Callable[[bytes], object]] = [
 ]
 
 
-def entry_of(stored: bytes, raw: bytes = b"?", arrays: int = 0, chunks: int = 0) -> RecordEntry:
+def entry_of(stored: bytes, raw: bytes = b"?", arrays: int = 0, chunks: int = 0, boxes: int = 0) -> RecordEntry:
     return RecordEntry(
         name="m",
         kind="state",
@@ -376,6 +395,7 @@ def entry_of(stored: bytes, raw: bytes = b"?", arrays: int = 0, chunks: int = 0)
         chunks=chunks,
         bytes_state=0,
         bytes_stored=0,
+        boxes=boxes,
     )
 
 
@@ -448,10 +468,12 @@ def test_bombs_elsewhere(member: bytes, pattern: bytes) -> None:
     """P8: the same in lists of arrays and chunks, whatever number of them the manifest claims."""
     raw = index_of(pattern, 8 * MIB, member)
     stored = zstandard.compress(raw)
-    for arrays, chunks in ((0, 0), (500_000, 0), (0, 100_000), (len(raw), 0), (0, len(raw)), (-1, -1)):
-        entry = entry_of(stored, raw, arrays, chunks)
+    counts = [(0, 0, 0), (500_000, 0, 0), (0, 100_000, 0), (0, 0, 800_000), (len(raw), 0, 0), (0, len(raw), 0)]
+    for arrays, chunks, boxes in (*counts, (0, 0, len(raw)), (-1, -1, -1)):
+        entry = entry_of(stored, raw, arrays, chunks, boxes)
         peak = peak_of(lambda entry=entry: decode_index(stored, entry))  # type: ignore[misc]
         counted = PER_ARRAY * min(max(arrays, 0), 500_000) + PER_CHUNK * min(max(chunks, 0), len(raw) // 100)
+        counted += PER_BOX * min(max(boxes, 0), len(raw) // 10)
         assert peak <= MAX_OBJECTS + 2 * len(raw) + counted + MIB, f"{peak / MIB:.0f} MiB"
 
 
@@ -473,6 +495,109 @@ def test_the_measure_sees_structure_only(document: Any, texts: list[str]) -> Non
     full = json.dumps([document, *texts], ensure_ascii=False).encode("utf-8", "surrogatepass")
     wide = 4 if not full.isascii() or b"\\u" in full else 1
     assert 0 <= decoded_size(full) - decoded_size(plain) <= wide * len(full)
+
+
+def boxes_of(boxes: list[tuple[Any, Any, Any]], **other: Any) -> tuple[bytes, RecordEntry]:
+    """An index with one array of 4 × 6 bytes in a chunk, and the boxes that are said to make it up."""
+    lengths = other.pop("lengths", [math.prod(shape) for _, shape, _ in boxes])
+    version = other.pop("format", 2)
+    array = {"kind": "numpy", "dtype": "uint8", "shape": (4, 6)} | other
+    starts = [min(sum(lengths[:number]), 24 - length) for number, length in enumerate(lengths[:100])]
+    spans = [(0, start, length) for start, length in zip(starts, lengths, strict=False)] or []
+    spans += [(0, 0, length) for length in lengths[100:]]
+    document = {
+        "format": version,
+        "name": "m",
+        "kind": "state",
+        "skeleton": {"array": 0},
+        "arrays": [(array["kind"], array["dtype"], array["shape"], spans, "", boxes)],
+        "chunks": [("a" * 32, "b" * 64, 24, 24)],
+    }
+    raw = json.dumps(document).encode()
+    stored = zstandard.compress(raw)
+    return stored, entry_of(stored, raw, 1, 1, len(boxes))
+
+
+SOUND_BOXES: list[tuple[Any, Any, Any]] = [((0, 0), (2, 6), 1), ((2, 0), (2, 3), 1), ((2, 3), (2, 3), 1)]
+BAD_BOXES: dict[str, tuple[list[tuple[Any, Any, Any]], dict[str, Any]]] = {
+    "old format": (SOUND_BOXES, {"format": 1}),
+    "gap": (SOUND_BOXES[:2], {}),
+    "twice": ([*SOUND_BOXES[:2], SOUND_BOXES[1]], {}),
+    "overlap": ([((0, 0), (3, 6), 1), ((2, 0), (1, 6), 1)], {}),
+    "outside": ([((0, 0), (2, 6), 1), ((2, 1), (2, 6), 1)], {}),
+    "beyond 64 bits": ([((2**64, 0), (2, 6), 1), ((2, 0), (2, 6), 1)], {"lengths": [12, 12]}),
+    "negative": ([((0, 0), (2, 6), 1), ((-2, 0), (2, 6), 1)], {}),
+    "negative size": ([((0, 0), (-2, -6), 1), ((2, 0), (2, 6), 1)], {}),
+    "empty box": ([((0, 0), (4, 6), 1), ((0, 0), (0, 6), 0)], {"lengths": [24]}),
+    "dimensions": ([((0,), (2, 6), 1), ((2, 0), (2, 6), 1)], {}),
+    "no dimensions": ([((), (), 24)], {"lengths": [1] * 24}),
+    "too few spans": ([((0, 0), (2, 6), 1), ((2, 0), (2, 6), 1)], {"lengths": [24]}),
+    "too many spans": ([((0, 0), (2, 6), 1), ((2, 0), (2, 6), 1)], {"lengths": [12, 11, 1]}),
+    "huge number of spans": ([((0, 0), (2, 6), 2**62), ((2, 0), (2, 6), 1)], {"lengths": [12, 12]}),
+    "negative number of spans": ([((0, 0), (2, 6), 2), ((2, 0), (2, 6), -1)], {"lengths": [12]}),
+    "bytes": ([((0, 0), (2, 6), 1), ((2, 0), (2, 6), 1)], {"lengths": [11, 13]}),
+    "cut elements": (
+        [((0, 0), (2, 3), 2), ((2, 0), (2, 3), 1)],
+        {"dtype": "int16", "shape": (4, 3), "lengths": [11, 1, 12]},
+    ),
+    "kind": (SOUND_BOXES, {"kind": "bytes"}),
+    "type": (SOUND_BOXES, {"dtype": "|O"}),
+    "type without bytes": (SOUND_BOXES, {"dtype": "|V0"}),
+    "shape": (SOUND_BOXES, {"shape": (4, 7)}),
+    "negative shape": (SOUND_BOXES, {"shape": (-4, -6)}),
+    "huge shape": ([((0,) * 65, (1,) * 65, 1)], {"shape": (1,) * 65}),
+    "floats": ([((0.0, 0), (4, 6), 1)], {}),
+    "short": ([((0, 0), (4, 6), ())], {}),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BOXES)
+def test_boxes_that_make_no_array(case: str) -> None:
+    """P8: whatever is wrong with the boxes of an array is damage, and told when the index is decoded."""
+    boxes, other = BAD_BOXES[case]
+    stored, entry = boxes_of(boxes, **other)
+    with pytest.raises((CorruptionError, FormatError)):
+        decode_index(stored, entry)
+
+
+def test_boxes_that_do() -> None:
+    """The same without a fault is read, by a manifest that counts them; one that does not is damage."""
+    stored, entry = boxes_of(SOUND_BOXES)
+    assert decode_index(stored, entry).boxes == 3
+    for boxes in (0, 2, 4, -1):
+        with pytest.raises(CorruptionError):
+            decode_index(stored, msgspec.structs.replace(entry, boxes=boxes))
+
+
+def test_boxes_that_take_for_ever_to_compare() -> None:
+    """P8: boxes that no order tells apart are damage after a bounded effort; those of a real grid are read."""
+    crossed = [BoxEntry((i, 0), (1, 39_999), 1) for i in range(20_000)]
+    crossed += [BoxEntry((0, i), (20_000, 1), 1) for i in range(20_000)]
+    spans = (Span(0, 0, 39_999),) * 20_000 + (Span(0, 0, 20_000),) * 20_000
+    hostile = ArrayEntry("numpy", "uint8", (20_000, 59_999), spans, "", tuple(crossed))
+    with pytest.raises(CorruptionError, match="complicated"):
+        decode_again((hostile,), 39_999)
+    arrays = []
+    for _ in range(40):
+        boxes = tuple(BoxEntry((16 * i, 8 * j), (16, 8), 1) for i in range(32) for j in range(32))
+        arrays.append(ArrayEntry("numpy", "uint8", (512, 256), (Span(0, 0, 128),) * 1024, "", boxes))
+    assert decode_again(tuple(arrays), 128).boxes == 40 * 1024
+
+
+def decode_again(arrays: tuple[ArrayEntry, ...], raw: int) -> RecordIndex:
+    """An index of these arrays, all in one chunk, after it was encoded and decoded."""
+    chunk = ChunkRef("a" * 32, "b" * 64, raw, raw)
+    index = RecordIndex(format=2, name="m", kind="state", skeleton=0, arrays=arrays, chunks=(chunk,))
+    digest, raw_length, stored = encode_index(index)
+    entry = entry_of(stored, b"", len(arrays), 1, index.boxes)
+    return decode_index(stored, msgspec.structs.replace(entry, digest=digest, raw_length=raw_length))
+
+
+def test_a_newer_format_is_told() -> None:
+    """An index of a format that is not known yet is no damage: the message says to upgrade."""
+    stored, entry = boxes_of(SOUND_BOXES, format=3)
+    with pytest.raises(FormatError, match="format 3, this version of ckptstore reads up to 2"):
+        decode_index(stored, entry)
 
 
 def test_large_indexes_are_read() -> None:

@@ -16,9 +16,14 @@ import ckptstore
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 if TYPE_CHECKING:
-    from tests.format.make_golden import golden_state
+    from tests.format.make_golden import golden_arrays, golden_shards, golden_state, in_pieces
 else:
-    from make_golden import golden_state  # importlib mode: tests are no package
+    from make_golden import (  # importlib mode: tests are no package
+        golden_arrays,
+        golden_shards,
+        golden_state,
+        in_pieces,
+    )
 
 VERSIONS = sorted(path.name for path in (HERE / "golden").iterdir())
 
@@ -40,6 +45,14 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
+def check_shards(checkpoint: ckptstore.Checkpoint, expected: dict[str, Any]) -> None:
+    """Sharded arrays load whole, and into other pieces."""
+    assert same(checkpoint.load("shards"), expected)
+    fresh = {name: np.zeros_like(array) for name, array in expected.items()}
+    checkpoint.load("shards", into={name: in_pieces(array, 1, 3) for name, array in fresh.items()})
+    assert same(fresh, expected)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_golden_repository_loads_bit_for_bit(version: str, tmp_path: Path) -> None:
     """P7: every epoch of a golden repository is intact and loads as it was saved."""
@@ -52,6 +65,8 @@ def test_golden_repository_loads_bit_for_bit(version: str, tmp_path: Path) -> No
             checkpoint = repo.checkpoint(epoch)
             for name, state in golden_state(epoch).items():
                 assert same(checkpoint.load(name), state)
+            if version != "v1":
+                check_shards(checkpoint, golden_arrays(epoch))
             assert checkpoint.load("notes") == b"hello, golden\n" * 100
             assert checkpoint.metadata["loss"] == 0.5 / epoch
             assert math.isnan(checkpoint.metadata["nan"])
@@ -63,7 +78,8 @@ def test_golden_repository_can_be_continued(version: str, tmp_path: Path) -> Non
     root = tmp_path / "repo"
     shutil.copytree(HERE / "golden" / version, root)
     with ckptstore.open(root, chunk_size=64 * 1024) as repo:
-        report = repo.save(3, golden_state(2)).report
+        shards = {} if version == "v1" else {"shards": golden_shards(2)}
+        report = repo.save(3, {**golden_state(2), **shards}).report
         assert report is not None
         assert report.bytes_reused == report.bytes_state
         assert repo.verify().ok
