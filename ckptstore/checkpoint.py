@@ -146,7 +146,8 @@ class Checkpoint:
             name: the record; None for all.
             paths: patterns such as ``"encoder.*"``; only what matches is loaded and only its chunks are read. Keys are
                 joined by dots; dicts keep the matching entries, other list and tuple items become None.
-            into: an equal structure to load into, in place, with no second copy. It is checked first and left as it
+            into: an equal structure to load into, in place, with no second copy. A ``ShardedArray`` in it stands for
+                the boxes of an array that are wanted: only their chunks are read. It is checked first and left as it
                 was if it does not match. If a chunk turns out damaged, arrays loaded before it are already new.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import zstandard
 
+from ckptstore.arrays import MAX_DIMENSIONS
 from ckptstore.boxes import Effort, wrong_tiling
 from ckptstore.dtypes import dtype_size
 from ckptstore.errors import InvalidRecordError
@@ -14,7 +15,6 @@ from ckptstore.manifest import (
     HEX64,
     MAX_ARRAYS,
     MAX_CHUNK_RAW,
-    MAX_DIMENSIONS,
     MAX_INDEX,
     MAX_OBJECTS,
     PER_ARRAY,

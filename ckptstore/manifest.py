@@ -36,7 +36,6 @@ MAX_OBJECTS = 64 * 1024 * 1024  # what JSON may become in memory, beyond its len
 PER_ARRAY = 1536
 PER_CHUNK = 512
 PER_BOX = 1024
-MAX_DIMENSIONS = 64
 
 HEX64 = re.compile(r"[0-9a-f]{64}")
 HEX32 = re.compile(r"[0-9a-f]{32}")

@@ -11,8 +11,8 @@ import numpy as np
 from ckptstore.boxes import Box, Finder, intersection, rectangles, runs, whole
 from ckptstore.dtypes import dtype_size
 from ckptstore.errors import FormatError
-from ckptstore.manifest import ArrayEntry, Span
-from ckptstore.shards import word
+from ckptstore.manifest import ArrayEntry, BoxEntry, Span
+from ckptstore.shards import ShardedSource, word
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +130,20 @@ def parts_of_entry(array: ArrayEntry) -> Iterator[tuple[Box, tuple[Span, ...]]]:
     for part in array.boxes:
         yield Box(part.offset, part.shape), array.spans[at : at + part.spans]
         at += part.spans
+
+
+def entry_of(array: Any, parts: Iterator[tuple[tuple[Span, ...], str]]) -> ArrayEntry:
+    """The entry of an array, from the next of the parts: where the bytes of each are, and its digest."""
+    spec = array.spec
+    if not isinstance(array, ShardedSource):
+        where, digest = next(parts)
+        return ArrayEntry(spec.kind, spec.dtype, spec.shape, where, digest)
+    spans: tuple[Span, ...] = ()
+    boxes = []
+    for box in array.boxes:
+        where, digest = next(parts)
+        spans += where
+        boxes.append(BoxEntry(box.offset, box.shape, len(where), digest))
+    if len(boxes) == 1 and boxes[0].shape == spec.shape:
+        return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, boxes[0].digest)
+    return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, "", tuple(boxes))

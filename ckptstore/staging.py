@@ -60,7 +60,7 @@ class Staged:
                 arrays: list[FlatArray] = [
                     array.elsewhere(move) if isinstance(array, ShardedSource) else move(array) for array in flat.arrays
                 ]
-                found[name] = FlatState(flat.skeleton, arrays)
+                found[name] = FlatState(flat.skeleton, arrays, part=flat.part)
         self._flats, self._places = {}, {}
         return found
 

@@ -160,7 +160,7 @@ class Transaction:
     def _prove_structure(self, name: str, flat: FlatState, state: object) -> None:
         if flat.unchanged():
             return
-        again = flatten(state, name)  # other objects, but maybe equal ones
+        again = flatten(state, name, part=flat.part)  # other objects, but maybe equal ones
         if again.skeleton != flat.skeleton or [*map(form_of, again.arrays)] != [*map(form_of, flat.arrays)]:
             self._state = "failed"
             raise InvalidRecordError(

@@ -85,6 +85,8 @@ class FlatState:
     arrays: list[FlatArray]
     _seen: list[tuple[Any, Any]] = field(default_factory=list)
     """What can be changed from outside, and what was in it."""
+    part: bool = False
+    """Whether it is one rank's part of a state."""
 
     def unchanged(self) -> bool:
         """Whether all containers still hold the very same objects, and all arrays have the same form."""
@@ -109,7 +111,7 @@ def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
         if len(refused) > MAX_LISTED:
             lines.append(f"... and {len(refused) - MAX_LISTED} more")
         raise InvalidRecordError("the state holds what cannot be stored exactly:\n  " + "\n  ".join(lines))
-    return FlatState(skeleton, flattener.arrays, flattener.seen)
+    return FlatState(skeleton, flattener.arrays, flattener.seen, part)
 
 
 class _Flattener:

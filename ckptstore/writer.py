@@ -24,8 +24,6 @@ from ckptstore.files import FileSource
 from ckptstore.indexes import encode_index
 from ckptstore.known import Known, Place
 from ckptstore.manifest import (
-    ArrayEntry,
-    BoxEntry,
     ChunkRef,
     RecordEntry,
     RecordIndex,
@@ -35,8 +33,9 @@ from ckptstore.manifest import (
     hasher,
 )
 from ckptstore.pace import Pace
+from ckptstore.patches import entry_of
 from ckptstore.pipeline import WINDOW, Pipeline, Rooms
-from ckptstore.shards import ShardedSource, parts_of
+from ckptstore.shards import parts_of
 from ckptstore.stores.base import Store
 from ckptstore.tree import FlatState
 
@@ -368,28 +367,11 @@ class _Layout:
                     spans[array] += (Span(number, offset, stop - start),)
                     offset += stop - start
             parts = ((where, self.digests.get(number, "")) for number, where in enumerate(spans))
-            arrays = tuple(_entry(array, parts) for array in self._arrays)
+            arrays = tuple(entry_of(array, parts) for array in self._arrays)
             refs = tuple(ref for _, ref in chunks.values())
             return RecordIndex(
                 format=format_for(arrays), name=name, kind=kind, skeleton=skeleton, arrays=arrays, chunks=refs
             )
-
-
-def _entry(array: Any, parts: Iterator[tuple[tuple[Span, ...], str]]) -> ArrayEntry:
-    """The entry of an array, from the next of the parts: where the bytes of each are, and its digest."""
-    spec = array.spec
-    if not isinstance(array, ShardedSource):
-        where, digest = next(parts)
-        return ArrayEntry(spec.kind, spec.dtype, spec.shape, where, digest)
-    spans: tuple[Span, ...] = ()
-    boxes = []
-    for box in array.boxes:
-        where, digest = next(parts)
-        spans += where
-        boxes.append(BoxEntry(box.offset, box.shape, len(where), digest))
-    if len(boxes) == 1 and boxes[0].shape == spec.shape:
-        return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, boxes[0].digest)
-    return ArrayEntry(spec.kind, spec.dtype, spec.shape, spans, "", tuple(boxes))
 
 
 def _number(chunks: dict[str, tuple[int, ChunkRef]], ref: ChunkRef) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tracemalloc
 from collections.abc import Sequence
 from typing import Any
@@ -338,6 +340,15 @@ def test_tied_and_replaced() -> None:
     assert_same(into["a"], array)
     assert_same(into["c"], [array])
     assert_same([found for _, found in into["b"].pieces], [array[:, :15].copy(), array[:, 15:].copy()])
+
+
+def test_copies_and_pickles() -> None:
+    """A copy describes the same array, also where there are no pieces that tell the framework."""
+    for value in (ShardedArray((4,), torch.bfloat16, []), ShardedArray((4,), "bfloat16", [((0,), piece(4))])):
+        for again in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+            assert (again.shape, again.dtype, again.framework) == (value.shape, value.dtype, value.framework)
+            assert_same([found for _, found in again.pieces], [found for _, found in value.pieces])
+    assert repr(value) == "ShardedArray([4], 'bfloat16', 1 pieces)"
 
 
 def test_the_state_is_not_changed_meanwhile() -> None:
