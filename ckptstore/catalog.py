@@ -75,6 +75,10 @@ class Catalog:
         self._damaged: set[tuple[str, str]] = set()
         self._trusted: set[str] = set()  # chunks that this process has read and found good
         self._last: Manifest | None = None
+        self.written: tuple[str, dict[str, RecordIndex]] = ("", {})
+        """Of the last part that this process wrote as a rank: its attempt, and the indexes by record."""
+        self.outcomes: list[str] = []
+        """Keys of what this process, as a coordinator of ranks, has left for them to read."""
         self.settled = False
         """Whether the last attempt of this process has committed, so that it left no dead one behind."""
 
@@ -123,10 +127,10 @@ class Catalog:
         self._last = manifest
         self.settled = True
 
-    def base(self, commits: list[Committed], *, without: int) -> Manifest | None:
+    def base(self, commits: list[Committed], *, without: int, indexes: bool = True) -> Manifest | None:
         """The newest of ``commits`` that a save of epoch ``without`` can build on: what it needs to know is legible.
 
-        Whether it is still there is for the caller to find out.
+        Whether it is still there is for the caller to find out; without ``indexes``, whether they are legible as well.
 
         Raises:
             FormatError: a newer version wrote a manifest; saving beside it would hide it.
@@ -138,7 +142,7 @@ class Catalog:
             try:
                 manifest = last if last is not None and last.key == commit.key else self.manifest(commit)
                 if (manifest.key, manifest.attempt) not in self._damaged:
-                    for entry in manifest.records:
+                    for entry in manifest.records if indexes else ():
                         self.index(entry)
                     return manifest
             except (ObjectNotFoundError, CorruptionError):
@@ -385,11 +389,9 @@ class Catalog:
         return needs
 
     def contents(self, *, many: bool) -> Iterator[ObjectInfo]:
-        """All chunks and indexes, listed; in parts where there are ``many``, because a store lists as a whole."""
+        """All below ``attempts/``, listed; in parts where there is much, because a store lists as a whole."""
         for prefix in [keys.ATTEMPTS + digit for digit in "0123456789abcdef"] if many else [keys.ATTEMPTS]:
-            for info in self.store.list(prefix):
-                if keys.parse_content_key(info.key) is not None:
-                    yield info
+            yield from self.store.list(prefix)
 
     def reach(self, manifest: Manifest) -> set[str]:
         """Keys of all objects that a checkpoint needs, its manifest aside. CorruptionError if an index is damaged."""

@@ -7,15 +7,19 @@ other. The look at the base, and at which of its chunks are there, waits until s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable
 
 from ckptstore import keys
 from ckptstore.catalog import Catalog, Committed
-from ckptstore.errors import TransactionError
+from ckptstore.errors import CorruptionError, ObjectNotFoundError, TransactionError
 from ckptstore.known import Known
-from ckptstore.lease import HeldLease, is_condemned, read_leases, seems_dead
-from ckptstore.manifest import ChunkRef, Manifest
+from ckptstore.lease import HeldLease, Sighting, is_condemned, read_leases, seems_dead
+from ckptstore.manifest import ChunkRef, Manifest, RankOf
+from ckptstore.pipeline import side_by_side
 from ckptstore.reader import missing_chunks
+
+log = logging.getLogger("ckptstore")
 
 
 class Claim:
@@ -29,6 +33,9 @@ class Claim:
         self._if_damaged = False
         self.base: Manifest | None = None
         self.adopted: tuple[str, ...] = ()
+        self.partners: tuple[str, ...] = ()
+        """Attempts of other ranks that this one commits."""
+        self._joined: tuple[str, ...] = ()
         self.known = Known(self._look)
 
     def take(self, commits: list[Committed]) -> None:
@@ -37,13 +44,12 @@ class Claim:
         Args:
             commits: all of the repository, oldest first.
         """
-        epoch = self._lease.lease.epoch
-        self.base = self._catalog.base(commits, without=epoch)
+        epoch, rank = self._lease.lease.epoch, self._lease.lease.rank
+        self.base = self._catalog.base(commits, without=epoch, indexes=rank is None)
         base = (self.base.key, self.base.attempts) if self.base is not None else (None, ())
         # Attempts at this epoch die with their process, or when their store fails: not right after a save of ours.
         settled, self._catalog.settled = self._catalog.settled, False
-        candidates = [] if settled else [s for s in read_leases(self._store) if s.lease is not None]
-        candidates = [s for s in candidates if s.lease is not None and s.lease.epoch == epoch]
+        candidates = [] if settled else self._attempts_at(epoch, rank)
         spent = self._catalog.spent_attempts(epoch) if candidates else frozenset()
         now = self._lease.claim(*base)
         dead = tuple(
@@ -51,12 +57,56 @@ class Claim:
         )
         if dead:
             self._lease.claim(base[0], (*base[1], *dead))
-        if self.base is not None:
+        if self.base is not None and rank is None:
             for entry in self.base.records:
                 self.known.learn(self._catalog.index(entry))
         self.adopted = tuple(attempt for attempt in dead if not is_condemned(self._store, attempt))
         for attempt in self.adopted:
             self.known.adopt(attempt, self._chunks(attempt))
+
+    def _attempts_at(self, epoch: int, rank: RankOf | None) -> list[Sighting]:
+        """Attempts at the epoch that may be dead; of ranks those of its own rank (and of those that are no more)."""
+        if rank is None:
+            found = read_leases(self._store)
+        else:
+            mine, size = rank.rank, rank.world_size
+            found = read_leases(
+                self._store, keys.ranks_prefix(epoch), lambda attempt, _: keys.rank_of_attempt(attempt) % size == mine
+            )
+        return [sighting for sighting in found if sighting.lease is not None and sighting.lease.epoch == epoch]
+
+    def learn(self, name: str) -> None:
+        """For a rank, before it writes a record: what the base has of it. One read, unless it is its own of before."""
+        entry = self.base.record(name) if self.base is not None else None
+        if self.base is None or entry is None:
+            return
+        attempt, indexes = self._catalog.written
+        own = indexes.get(name) if attempt in self.base.attempts else None
+        if own is None or not {chunk.attempt for chunk in own.chunks} <= set(self.base.attempts):
+            try:
+                own = self._catalog.index(entry)
+            except (CorruptionError, ObjectNotFoundError) as error:
+                log.warning("nothing of record %s is taken over from epoch %d: %s", name, self.base.epoch, error)
+                return
+        self.known.learn(own)
+
+    def join(self, attempts: Collection[str], uses: Collection[str], adopted: Collection[str]) -> None:
+        """Answer for what other ranks have written, and for what that refers to: first the lease, then the flags.
+
+        Args:
+            attempts: theirs.
+            uses: what their leases name; the ``adopted`` of it are dead.
+
+        Raises:
+            TransactionError: one of them was swept.
+            InvalidRecordError: they are too many for a lease.
+        """
+        lease = self._lease.lease
+        self._lease.claim(lease.base, tuple(dict.fromkeys((*lease.uses, *attempts, *uses))))
+        self.partners = tuple(attempts)
+        self._joined = tuple(dict.fromkeys((*attempts, *adopted)))
+        self.adopted = tuple(dict.fromkeys((*self.adopted, *adopted)))
+        side_by_side(self._store.traits.concurrency, self._prove_not_condemned, self._joined)
 
     def take_all_of(self, manifest: Manifest, *, if_damaged: bool = False) -> None:
         """Put the lease and build on this checkpoint alone. TransactionError if it is gone.
@@ -80,7 +130,7 @@ class Claim:
 
     def prove_flags(self, manifest: Manifest) -> None:
         """The lease may have been taken for dead: prove that what the checkpoint needs is not being swept."""
-        for attempt in (self._lease.lease.attempt, *self.adopted):
+        for attempt in dict.fromkeys((self._lease.lease.attempt, *self.adopted, *self._joined)):
             self._prove_not_condemned(attempt)
         used = self.base is not None and set(self.base.attempts) & set(manifest.attempts)
         if used and self.base is not None and not self.base_is_there():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from ckptstore import quarantine
+from ckptstore import keys, quarantine
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
 from ckptstore.errors import (
@@ -31,7 +31,8 @@ from ckptstore.errors import (
 from ckptstore.fence import Fence
 from ckptstore.lease import LAPSE, HeldLease
 from ckptstore.manifest import ChunkRef, Manifest, encode_manifest
-from ckptstore.sweep import delete_commits, remove_attempt
+from ckptstore.pipeline import side_by_side
+from ckptstore.sweep import delete_commits, remove_attempts
 
 log = logging.getLogger("ckptstore")
 
@@ -148,8 +149,12 @@ class Commit:
         epoch = manifest.epoch
         try:
             self._lease.release()
-            for attempt in self._claim.adopted:
-                remove_attempt(self._catalog, attempt, f"epoch {epoch} is committed")
+            # Theirs would keep what was adopted from being swept, and the manifest reaches what they have written.
+            if self._claim.partners:
+                leases = map(keys.lease_key, self._claim.partners)
+                side_by_side(self._store.traits.concurrency, self._store.delete, leases)
+            if self._claim.adopted:
+                remove_attempts(self._catalog, self._claim.adopted, f"epoch {epoch} is committed")
             if manifest.generation > 1:
                 there = self._catalog.committed(epoch)
                 # Where this one is not there any more, the lower numbers may have been used again.

@@ -19,6 +19,7 @@
     ├── BusyError                             a background save is in flight: wait for it
     ├── TransactionError                      a save that cannot go on or be committed
     │   ├── FencedError                       another process has taken the run over: stop
+    │   ├── RanksFailedError                  a rank failed or is missing: none has saved
     │   └── OutcomeUnknownError               the commit may or may not have happened: look again
     └── StoreError (OSError)                  the store did not do it
         ├── TransientError                    may work if tried again (the only kind that is retried)
@@ -157,6 +158,20 @@ class TransactionError(CkptStoreError):
 
 class FencedError(TransactionError):
     """The run has a newer writer: this process was given up and must not save. ``.key`` is the other's claim."""
+
+
+class RanksFailedError(TransactionError):
+    """Of the ranks that save a checkpoint together some have failed or are missing: nothing was committed.
+
+    Attributes:
+        ranks: which, and why. The same on every rank, but for one that failed by itself: it raises its own error.
+        of_the_store: whether all of them failed because of the store, so that ``on_error="warn"`` goes on.
+    """
+
+    def __init__(self, message: str, *, ranks: dict[int, str] | None = None, of_the_store: bool = False, **where: Any):
+        super().__init__(message, **where)
+        self.ranks = dict(ranks or {})
+        self.of_the_store = of_the_store
 
 
 class OutcomeUnknownError(TransactionError):

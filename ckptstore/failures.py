@@ -6,7 +6,13 @@ import logging
 from datetime import datetime, timezone
 from typing import Literal
 
-from ckptstore.errors import OutcomeUnknownError, RepositoryNotFoundError, StoreError, TransactionError
+from ckptstore.errors import (
+    OutcomeUnknownError,
+    RanksFailedError,
+    RepositoryNotFoundError,
+    StoreError,
+    TransactionError,
+)
 from ckptstore.locks import ForkLock
 
 log = logging.getLogger("ckptstore")
@@ -19,6 +25,8 @@ def is_of_the_store(error: BaseException) -> bool:
     """Whether the store, or the way to it, has failed: not the caller, and not another writer that was first."""
     if isinstance(error, (StoreError, RepositoryNotFoundError, OutcomeUnknownError)):
         return True
+    if isinstance(error, RanksFailedError):
+        return error.of_the_store
     return type(error) is TransactionError  # cut off: the lease was lost. Its subclasses say something else
 
 

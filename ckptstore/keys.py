@@ -12,6 +12,8 @@
     condemned/<attempt>                       a sweeper's flag: nobody may build on this attempt
     attempts/<attempt>/records/<digest>       record index
     attempts/<attempt>/chunks/<digest>        frame of one chunk
+    attempts/<attempt>/parts/000003.json      what rank 3 has written for the attempt of its coordinator
+    attempts/<attempt>/outcome.json           … and what became of it
     reserve/1/2/3/4/space                     room set aside on a disk for commits and clean-ups
 
 Keys that match none of these forms are foreign: ignored by readers, never deleted by us.
@@ -19,6 +21,7 @@ Keys that match none of these forms are foreign: ignored by readers, never delet
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 
@@ -39,6 +42,7 @@ RESERVE = "reserve/1/2/3/4/space"  # its folders are a reserve too: of files (in
 MAX_EPOCH = 2**63 - 1
 MAX_GENERATION = 999_999
 MAX_WRITER = 10**12 - 1
+MAX_RANK = 0xFFFF
 
 _HEX32 = r"[0-9a-f]{32}"
 _HEX64 = r"[0-9a-f]{64}"
@@ -49,6 +53,8 @@ _QUARANTINE = re.compile(r"manifests/quarantine-(\d{12,19}-\d{6}\.json)")
 _LEASE = re.compile(rf"leases/({_HEX32})\.json")
 _CONDEMNED = re.compile(rf"condemned/({_HEX32})")
 _CONTENT = re.compile(rf"attempts/({_HEX32})/(records|chunks)/({_HEX64})")
+_PART = re.compile(rf"attempts/({_HEX32})/parts/(\d{{6}})\.json")
+_OUTCOME = re.compile(rf"attempts/({_HEX32})/outcome\.json")
 _PARTIAL = re.compile(r"(.+)\.tmp-[0-9a-f]{16}")
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -56,6 +62,21 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 def new_attempt() -> str:
     """A fresh attempt id: 32 hexadecimal digits that nobody else will choose."""
     return uuid.uuid4().hex
+
+
+def new_rank_attempt(epoch: int, rank: int) -> str:
+    """As ``new_attempt``, for a rank of several that save an epoch together: one short listing finds their leases."""
+    return ranks_prefix(epoch) + f"{rank:04x}" + uuid.uuid4().hex[:16]
+
+
+def ranks_prefix(epoch: int) -> str:
+    """What the attempts of all ranks at an epoch begin with: 12 digits, and then come 4 for the rank."""
+    return hashlib.sha256(f"ranks of epoch {epoch}".encode()).hexdigest()[:12]
+
+
+def rank_of_attempt(attempt: str) -> int:
+    """The rank, of an attempt that begins with ``ranks_prefix``."""
+    return int(attempt[12:16], 16)
 
 
 def manifest_key(epoch: int, generation: int) -> str:
@@ -159,6 +180,31 @@ def chunk_key(attempt: str, digest: str) -> str:
     return f"{ATTEMPTS}{attempt}/chunks/{digest}"
 
 
+def parts_prefix(attempt: str) -> str:
+    return f"{ATTEMPTS}{attempt}/parts/"
+
+
+def part_key(attempt: str, rank: int) -> str:
+    """``attempt`` is that of the coordinator."""
+    return f"{parts_prefix(attempt)}{rank:06d}.json"
+
+
+def parse_part_key(key: str) -> tuple[str, int] | None:
+    """``(attempt of the coordinator, rank)``, or None."""
+    match = _PART.fullmatch(key)
+    return (match[1], int(match[2])) if match else None
+
+
+def outcome_key(attempt: str) -> str:
+    return f"{ATTEMPTS}{attempt}/outcome.json"
+
+
+def parse_note_key(key: str) -> str | None:
+    """The attempt that a part or an outcome belongs to, or None: what ranks tell each other, and no content."""
+    match = _PART.fullmatch(key) or _OUTCOME.fullmatch(key)
+    return match[1] if match else None
+
+
 def parse_content_key(key: str) -> tuple[str, str, str] | None:
     """``(attempt, "records" | "chunks", digest)`` of a content key, else None."""
     match = _CONTENT.fullmatch(key)
@@ -196,7 +242,7 @@ def is_ours(key: str) -> bool:
         or parse_writer_key(key) is not None
         or parse_pin_key(key) is not None
         or parse_quarantine_key(key) is not None
-        or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT))
+        or any(form.fullmatch(key) for form in (_LEASE, _CONDEMNED, _CONTENT, _PART, _OUTCOME))
         or re.fullmatch(rf"{PROBES}{_HEX32}", key) is not None
     )
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,14 @@ from ckptstore.errors import (
     StoreError,
     TransactionError,
 )
-from ckptstore.manifest import MAX_LEASE, Lease, decode_lease, encode_signed
+from ckptstore.manifest import MAX_LEASE, Lease, RankOf, decode_lease, encode_signed
 from ckptstore.patience import GRACE_SECONDS, Patience, adopt
 from ckptstore.stores.base import Store
 
 HEARTBEAT = 60.0  # seconds between renewals
 EXPIRY = 900.0  # a lease this old is dead
 JOIN_SECONDS = GRACE_SECONDS + 2.0  # so long the end of a save waits for a renewal that is under way
+SILENCE = 3 * HEARTBEAT  # a lease that was not renewed for so long is probably nobody's
 READING = "reading"  # the state of a reader's lease
 LAPSE = EXPIRY - 2 * HEARTBEAT  # a gap between renewals after which the lease may have been taken for dead
 
@@ -51,12 +52,19 @@ class Sighting:
     lease: Lease | None
 
 
-def read_leases(store: Store) -> list[Sighting]:
-    """All leases now on the store. One that goes away meanwhile is left out: its owner has finished."""
+def read_leases(
+    store: Store, attempts: str = "", wanted: Callable[[str, float], bool] = lambda attempt, modified: True
+) -> list[Sighting]:
+    """All leases now on the store. One that goes away meanwhile is left out: its owner has finished.
+
+    Args:
+        attempts: only those of attempts that begin so.
+        wanted: which to read, by attempt and time of the last put.
+    """
     sightings = []
-    for info in list(store.list(keys.LEASES)):
+    for info in list(store.list(keys.LEASES + attempts)):
         attempt = keys.parse_lease_key(info.key)
-        if attempt is None:
+        if attempt is None or not wanted(attempt, info.modified):
             continue
         lease: Lease | None = None
         try:
@@ -89,8 +97,11 @@ def seems_dead(sighting: Sighting, now: float) -> bool:
     lease = sighting.lease
     if lease is None or lease.state == READING:  # a reader has no chunks, and is not hurried
         return False
-    if lease.state == "abandoned" or now - sighting.modified > 3 * HEARTBEAT:
-        return True
+    return lease.state == "abandoned" or now - sighting.modified > SILENCE or process_is_gone(lease)
+
+
+def process_is_gone(lease: Lease) -> bool:
+    """Whether the process that put the lease ran on this machine, and runs no more. False where nobody can tell."""
     here, _, _ = identity(os.getpid()).rpartition("/")
     there, _, _ = lease.started.rpartition("/")
     return bool(here) and lease.host == socket.gethostname() and here == there and identity(lease.pid) != lease.started
@@ -99,7 +110,7 @@ def seems_dead(sighting: Sighting, now: float) -> bool:
 class HeldLease:
     """The lease of one attempt of ours, renewed by a thread of its own until it is released."""
 
-    def __init__(self, store: Store, attempt: str, epoch: int) -> None:
+    def __init__(self, store: Store, attempt: str, epoch: int, rank: RankOf | None = None) -> None:
         self._store = store
         self._key = keys.lease_key(attempt)
         self._lock = threading.Lock()
@@ -108,6 +119,8 @@ class HeldLease:
         self._released = False
         self._thread: threading.Thread | None = None
         self.lapsed = False
+        self.may_go = False
+        """Whether others may take it away, once the attempt is through."""
         self.renewed = 0.0  # the store's time of the last put
         self._put_at = 0.0
         self.lease = Lease(
@@ -120,6 +133,7 @@ class HeldLease:
             started=identity(os.getpid()),
             state="active",
             beat=0,
+            rank=rank,
         )
 
     def claim(self, base: str | None, uses: tuple[str, ...]) -> float:
@@ -143,7 +157,7 @@ class HeldLease:
         Returns:
             Whether it was due: the heartbeat should have done it, so this process stood still, or its store did.
         """
-        due = _clock() - self._put_at >= HEARTBEAT
+        due = clock() - self._put_at >= HEARTBEAT
         if due:
             self.renew()
         return due
@@ -173,12 +187,16 @@ class HeldLease:
             self._released = True
             self._store.delete(self._key)
 
-    def abandon(self) -> None:
+    def now(self) -> float:
+        """The store's time, as the last put and a local clock tell."""
+        return self.renewed + clock() - self._put_at
+
+    def abandon(self, reason: str = "") -> None:
         """Stop the heartbeat and say that the attempt has ended, so that the next one can adopt it. Any thread may."""
         self.stop()
         with self._locked(JOIN_SECONDS):
             if not self._released:
-                self.lease = msgspec.structs.replace(self.lease, state="abandoned")
+                self.lease = msgspec.structs.replace(self.lease, state="abandoned", reason=reason)
                 self._put()
 
     def stop(self) -> None:
@@ -198,7 +216,7 @@ class HeldLease:
 
     def _put(self) -> float:
         self.lease = msgspec.structs.replace(self.lease, beat=self.lease.beat + 1)
-        before = _clock()
+        before = clock()
         self._store.put(self._key, encode_signed(self.lease))
         self._put_at = before
         try:
@@ -220,13 +238,15 @@ class HeldLease:
             try:
                 self.renew()
             except TransactionError as error:
-                log.warning("%s", error)
+                if not self.may_go:
+                    log.warning("%s", error)
                 return  # the commit will find out for itself
             except (CorruptionError, StoreError) as error:
                 log.warning("could not renew %s, will try again: %s", self._key, error)
 
 
-def _clock() -> float:
+def clock() -> float:
+    """Seconds, by a clock that also counts sleep."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

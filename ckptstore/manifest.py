@@ -200,9 +200,18 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     writer: str
 
 
+class RankOf(msgspec.Struct, frozen=True):
+    """One of the processes that save a checkpoint together; ``group`` is the name of their launch."""
+
+    group: str
+    rank: int
+    world_size: int
+
+
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt is alive, and these are the attempts whose objects it may refer to (``uses``); or a reader is, and
-    those are the attempts that he reads (``state`` "reading", ``base`` the checkpoint, ``reason`` his)."""
+    those are the attempts that he reads (``state`` "reading", ``base`` the checkpoint, ``reason`` his). ``rank`` is
+    whose it is where several processes save together, and ``reason`` then why it was given up."""
 
     format: int = FORMAT
     attempt: str
@@ -215,6 +224,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # "active" | "abandoned" | "reading"
     beat: int
     reason: str = ""
+    rank: RankOf | None = None
 
 
 class WriterClaim(msgspec.Struct, frozen=True, kw_only=True):

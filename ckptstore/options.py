@@ -123,9 +123,9 @@ def check_amount(name: str, value: object) -> float:
     return float(value)
 
 
-def check_when_busy(when_busy: object) -> None:
-    """InvalidArgumentError unless it is one of the three answers to a save that is still in flight."""
-    check_choice("when_busy", when_busy, _WHEN_BUSY)
+def check_when_busy(when_busy: object, *, alone: bool = True) -> None:
+    """InvalidArgumentError unless it is one of the answers to a save that is still in flight."""
+    check_choice("when_busy", when_busy, _WHEN_BUSY if alone else _WHEN_BUSY[:1])  # others would wait for it in vain
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
@@ -175,13 +175,15 @@ def check_need(need: object) -> tuple[str, ...]:
     return tuple(need)
 
 
-def due(states: dict[str, object], every: Mapping[str, int], epoch: int) -> tuple[dict[str, object], dict[str, str]]:
+def due(
+    states: dict[str, object], every: Mapping[str, int], epoch: int, *, some: bool = True
+) -> tuple[dict[str, object], dict[str, str]]:
     """The records that ``every`` wants saved at this epoch, and why the others are not.
 
-    InvalidRecordError if none is left: such an epoch could not be told from one that was lost.
+    InvalidRecordError if none is left (unless not ``some``): such an epoch could not be told from one that was lost.
     """
     left = {name: f"it is saved every {every[name]} epochs" for name in states if name in every and epoch % every[name]}
-    if len(left) == len(states):
+    if some and len(left) == len(states):
         raise InvalidRecordError(
             f"epoch {epoch} would have no record: every={dict(every)} leaves out {sorted(left)}", epoch=epoch
         )

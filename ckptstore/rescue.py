@@ -19,6 +19,8 @@ from ckptstore.catalog import Catalog
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptStoreError, StoreFullError
 from ckptstore.failures import Failures, is_of_the_store
+from ckptstore.launch import TIMEOUT
+from ckptstore.manifest import RankOf
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Progress
 from ckptstore.preflight import OVERHEAD, Preflight, check_place, human, lacking, measure, what_may_go
@@ -45,6 +47,8 @@ class Work:
     left_out: Mapping[str, str]
     begun: float = 0.0  # when the trainer called, as time.perf_counter says it
     held: float | None = None  # how long that held it, where the save goes on in the background
+    rank: RankOf | None = None  # where several processes save it together
+    timeout: float = TIMEOUT
 
 
 class Rescue:
@@ -87,7 +91,8 @@ class Rescue:
             on_failure(error)
             if not isinstance(error, Exception) or not is_of_the_store(error):
                 raise
-            spilled = self.spill(work, error) if self.spill is not None else None
+            # A rank is not tried again alone, here or elsewhere: the others have given up by now.
+            spilled = self.spill(work, error) if self.spill is not None and work.rank is None else None
             if spilled is not None:
                 self.failures.over()
                 return spilled
@@ -128,6 +133,12 @@ class Rescue:
 
     def _save(self, begin: Begin, work: Work) -> Checkpoint:
         self._reserve.make()
+        if work.rank is not None:
+            try:
+                return work.attempt(begin)
+            except StoreFullError as error:
+                self._explain(error, work.epoch)
+                raise
         needed = self._look(work)
         if needed is None:
             try:

@@ -211,6 +211,7 @@ class _Debris:
     content: dict[str, int] = field(default_factory=dict)
     scratch: dict[str, ObjectInfo] = field(default_factory=dict)
     condemned: set[str] = field(default_factory=set)
+    notes: list[tuple[str, ObjectInfo]] = field(default_factory=list)  # of ranks, with the attempt
 
 
 def gc(catalog: Catalog, *, grace: float = EXPIRY, dry_run: bool = False, now: float | None = None) -> GcReport:
@@ -294,7 +295,10 @@ def _superseded(catalog: Catalog, dry_run: bool) -> list[Removal]:
 def _list_debris(catalog: Catalog) -> _Debris:
     debris, store = _Debris(), catalog.store
     for info in catalog.contents(many=len(catalog.committed()) > _MANY):
-        debris.content[info.key] = info.size
+        if keys.parse_content_key(info.key) is not None:
+            debris.content[info.key] = info.size
+        elif (attempt := keys.parse_note_key(info.key)) is not None:
+            debris.notes.append((attempt, info))
     for info in store.list("", partial=True):
         if keys.parse_partial_key(info.key) is not None:
             debris.scratch[info.key] = info
@@ -320,6 +324,11 @@ def _remove_traces(
     ]
     ended = (dead | debris.condemned) - busy
     leases = {s.attempt for s in read_leases(store)}
+    removed += [
+        Removal(info.key, "the ranks that it is for have ended", info.size)
+        for attempt, info in debris.notes
+        if attempt in ended or (attempt not in leases and info.modified <= before)
+    ]
     removed += [Removal(keys.lease_key(a), "its attempt is dead") for a in sorted(ended & leases)]
     removed += [Removal(keys.condemned_key(a), "its attempt is swept") for a in sorted(ended)]
     if not dry_run:

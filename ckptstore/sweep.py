@@ -350,15 +350,39 @@ def _condemn_expired(store: Store, held: Collection[str]) -> list[Sighting]:
 
 def remove_attempt(catalog: Catalog, attempt: str, reason: str) -> Swept:
     """Condemn an attempt and remove all of it that no manifest reaches: objects, then lease, then flag."""
+    return remove_attempts(catalog, [attempt], reason)
+
+
+def remove_attempts(catalog: Catalog, attempts: Collection[str], reason: str, *, ended: bool = True) -> Swept:
+    """As ``remove_attempt``, many in one sweep.
+
+    Args:
+        ended: nobody asks for them any more. If not, what says how they ended stays, and so do leases and flags.
+    """
     store = catalog.store
-    condemn(store, attempt)
-    candidates = {info.key: info.size for info in store.list(keys.attempt_prefix(attempt))}
-    swept = sweep(catalog, candidates, reason, dead=[attempt])
-    for info in store.list(keys.attempt_prefix(attempt), partial=True):
+    candidates: dict[str, int] = {}
+    notes = []
+    for attempt in attempts:
+        condemn(store, attempt)
+        for info in store.list(keys.attempt_prefix(attempt)):
+            if keys.parse_note_key(info.key) is None:
+                candidates[info.key] = info.size
+            else:
+                notes.append(info)
+    swept = sweep(catalog, candidates, reason, dead=attempts)
+    busy = {content[0] for content in map(keys.parse_content_key, swept.spared) if content is not None}
+    for attempt in attempts:
+        for info in store.list(keys.attempt_prefix(attempt), partial=True):
+            store.delete(info.key)
+            swept.removed.append(Removal(info.key, "left by an interrupted put", info.size))
+    if not ended:
+        return swept
+    for info in notes:
         store.delete(info.key)
-        swept.removed.append(Removal(info.key, "left by an interrupted put", info.size))
-    if not swept.spared:
-        # Without lease and objects nobody can find the attempt any more, so its flag has done its work.
-        store.delete(keys.lease_key(attempt))
-        store.delete(keys.condemned_key(attempt))
+        swept.removed.append(Removal(info.key, reason, info.size))
+    for attempt in attempts:
+        if attempt not in busy:
+            # Without lease and objects nobody can find the attempt any more, so its flag has done its work.
+            store.delete(keys.lease_key(attempt))
+            store.delete(keys.condemned_key(attempt))
     return swept

@@ -33,8 +33,9 @@ from ckptstore.errors import (
 )
 from ckptstore.fence import Fence
 from ckptstore.files import FileSource
+from ckptstore.launch import TIMEOUT
 from ckptstore.lease import HeldLease
-from ckptstore.manifest import MAX_RECORDS, Manifest, RecordEntry, check_record_name, writer_version
+from ckptstore.manifest import MAX_RECORDS, Manifest, RankOf, RecordEntry, check_record_name, writer_version
 from ckptstore.pace import Pace
 from ckptstore.pipeline import Meter
 from ckptstore.shards import form_of
@@ -59,6 +60,8 @@ class Plan:
     cores: int | None = None  # at most so many busy threads; None: all cores of this process
     pace: Pace | None = None  # what earlier saves found out about the store's speed
     left_out: Mapping[str, str] = field(default_factory=dict)  # record → why it is not saved this time
+    rank: RankOf | None = None  # where several processes save it together
+    timeout: float = TIMEOUT  # seconds that a rank which is ready waits for the others
 
 
 class Transaction:
@@ -89,8 +92,9 @@ class Transaction:
         self.ended = False
         """Whether it is through: committed, with all that follows, or given up."""
         self._generation = self._next_generation(commits)
-        self._attempt = keys.new_attempt()
-        self._lease = HeldLease(self._store, self._attempt, plan.epoch)
+        rank = plan.rank
+        self._attempt = keys.new_attempt() if rank is None else keys.new_rank_attempt(plan.epoch, rank.rank)
+        self._lease = HeldLease(self._store, self._attempt, plan.epoch, rank)
         self._claim = Claim(catalog, self._lease)
         self._step = Commit(catalog, self._lease, self._claim, plan.fence)
         self._writer = self._make_writer(meter)
@@ -191,6 +195,8 @@ class Transaction:
     def _run(self, name: str, write: Any) -> None:
         try:
             self._names.add(name)
+            if self._plan.rank is not None:
+                self._claim.learn(name)
             with self.tally.timed("write"):
                 write()
         except BaseException:
@@ -225,10 +231,13 @@ class Transaction:
         self._check_process()
         try:
             with self.tally.timed("write"):
-                return self._writer.settle()
+                return self._settle()
         except BaseException:
             self._state = "failed"
             raise
+
+    def _settle(self) -> list[RecordEntry]:
+        return self._writer.settle()
 
     # ---- commit --------------------------------------------------------------------------------------------
 
@@ -242,19 +251,32 @@ class Transaction:
             OutcomeUnknownError: the answer to the commit was lost and could not be read back.
             StoreError: nothing was committed.
         """
-        self._check_process()
-        if self._state != "open":
-            raise TransactionError(f"this transaction is {self._state} and cannot be committed", epoch=self.epoch)
-        if not self._names:
-            raise TransactionError(f"epoch {self.epoch} has no records: write at least one", epoch=self.epoch)
+        self._check_can_end()
+        self._check_content()
         self._state = "failed"  # until proven otherwise
-        entries = self.settle()
+        entries = self._all_entries()
         with self.tally.timed("commit"):
             manifest = self._commit(tuple(entries))
         try:
             return self._on_commit(manifest, self.tally)
         finally:
             self.ended = True
+
+    def _check_can_end(self) -> None:
+        self._check_process()
+        if self._state != "open":
+            raise TransactionError(f"this transaction is {self._state} and cannot be committed", epoch=self.epoch)
+
+    def _check_content(self) -> None:
+        if not self._names:
+            raise TransactionError(f"epoch {self.epoch} has no records: write at least one", epoch=self.epoch)
+
+    def _all_entries(self) -> list[RecordEntry]:
+        """All that the manifest is to list, on the store."""
+        return self.settle()
+
+    def _tell(self, outcome: Manifest | BaseException) -> None:
+        """It is committed, or was given up: for those who save it together with this process. Never raises."""
 
     def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
         manifest = self._manifest(entries)
@@ -266,6 +288,7 @@ class Transaction:
         self._state = "committed"
         self._catalog.has_committed(manifest, self._writer.indexes)
         self._writer.close()
+        self._tell(manifest)
         self._step.tidy_up(manifest)
         return manifest
 
@@ -311,7 +334,7 @@ class Transaction:
         """
         if self._state in ("open", "failed") and not self.ended and not self._step.sent:
             self._abandoned, self._state = True, "abandoned"
-            self._lease.abandon()
+            self._lease.abandon("its process was told to end")
 
     def _give_up(self, error: BaseException) -> None:
         """After a failure: clean up, or leave all for the next attempt to adopt; never hide ``error``.
@@ -326,6 +349,7 @@ class Transaction:
             self.ended = True
             return
         self.on_failure(error)
+        self._tell(error)
         try:
             self._clean_up(error)
         except (CkptStoreError, OSError) as second:

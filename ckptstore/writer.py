@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,13 +158,26 @@ class RecordWriter:
 
     def settle(self) -> list[RecordEntry]:
         """Wait for all puts, then write the indexes. Returns the entries for the manifest, in order of writing."""
+        self._entries += self.put_indexes(self.collect())
+        return self._entries
+
+    def drain(self) -> None:
+        """Wait for all puts."""
         self._pipeline.finish()
-        puts = [partial(self._put_index, *record) for record in self._records]
+
+    def collect(self) -> list[tuple[RecordIndex, int]]:
+        """Wait for all puts. The indexes of what was written since, which are on no store, with the bytes of state."""
+        self._pipeline.finish()
+        made = [(layout.index(name, kind, skeleton), layout.nbytes) for name, kind, skeleton, layout in self._records]
         self._records.clear()
+        return made
+
+    def put_indexes(self, indexes: Iterable[tuple[RecordIndex, int]]) -> list[RecordEntry]:
+        """Write indexes of records; the entries for the manifest, in the same order."""
+        puts = [partial(self.put_index, index, nbytes) for index, nbytes in indexes]
         jobs = [self._pipeline.submit(0, (self._pipeline.io, put)) for put in puts]
         self._pipeline.finish()
-        self._entries += [job.result() for job in jobs]
-        return self._entries
+        return [job.result() for job in jobs]
 
     def close(self) -> None:
         """Stop; when this returns, nothing is written any more."""
@@ -187,10 +200,7 @@ class RecordWriter:
             raise
         self._records.append((name, kind, skeleton, layout))
 
-    def _put_index(self, name: str, kind: str, skeleton: Any, layout: Layout, _: None) -> RecordEntry:
-        return self.put_index(layout.index(name, kind, skeleton), layout.nbytes)
-
-    def put_index(self, index: RecordIndex, nbytes: int) -> RecordEntry:
+    def put_index(self, index: RecordIndex, nbytes: int, _: None = None) -> RecordEntry:
         """Write the index of a record all chunks of which are on the store, and whose arrays have so many bytes."""
         digest, raw_length, stored = encode_index(index)
         entry = RecordEntry(

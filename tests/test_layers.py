@@ -15,19 +15,19 @@ ROOF = 4
 ANNEX = 3.5  # shipped test kit: sees everything below the roof, and is seen by nobody
 FLOORS: dict[float, set[str]] = {
     0: {
-        "arrays", "boxes", "chunks", "compare", "dtypes", "errors", "events", "files", "garbage", "indexes", "inplace",
-        "jsonsize", "keys", "locks", "manifest", "merge", "outline", "patches", "patience", "placing", "planes",
-        "policies", "refusals", "shards", "skeleton", "tree", "wording",
+        "arrays", "boxes", "chunks", "compare", "dtypes", "errors", "events", "files", "garbage", "indexes",
+        "inplace", "jsonsize", "keys", "launch", "locks", "manifest", "merge", "outline", "parts", "patches",
+        "patience", "placing", "planes", "policies", "refusals", "shards", "skeleton", "tree", "wording",
     },
     1: {"codecs", "formats", "pace", "pipeline", "pool", "staging", "stores", "throttle"},
     2: {"known", "writer", "reader"},
     3: {
         "background", "caring", "catalog", "checked", "checkpoint", "claim", "commit", "copies", "copying", "diff",
-        "doctor", "exiting", "export", "failures", "fence", "flights", "foundation", "hold", "lease", "marks", "mirror",
-        "opening", "options", "outputs", "pickling", "pins", "preemption", "preflight", "quarantine", "reclaim",
-        "remake", "removing", "repair", "replication", "report", "repository", "rescue", "retention", "roll", "scrub",
-        "spares", "spill", "sweep", "telling", "thinning", "tier", "tiers", "transaction", "usage", "verify",
-        "watching",
+        "doctor", "exiting", "export", "failures", "fence", "flights", "foundation", "gathered", "gathering", "hold",
+        "lease", "marksmeeting", "member", "mirror", "opening", "options", "outputs", "pickling", "pins",
+        "preemption", "preflight", "quarantine", "ranks", "reclaim", "remake", "removing", "repair", "replication",
+        "report", "repository", "rescue", "retention", "roll", "saving", "scrub", "spares", "spill", "sweep",
+        "telling", "thinning", "tier", "tiers", "transaction", "usage", "verify", "watching",
     },
     ANNEX: {"testing"},
     ROOF: {"", "__main__", "adapters", "cli"},

@@ -1,0 +1,215 @@
+"""Member: a rank that is not the coordinator, from when it has written all to the outcome. See ``meeting.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptstore import keys
+from ckptstore.catalog import Catalog
+from ckptstore.commit import epoch_exists
+from ckptstore.errors import (
+    InvalidArgumentError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    OutcomeUnknownError,
+    TransactionError,
+)
+from ckptstore.lease import SILENCE, HeldLease, clock, is_condemned, process_is_gone, read_leases
+from ckptstore.manifest import MAX_LEASE, Lease, Manifest, decode_lease
+from ckptstore.meeting import Signs, Waiting, error_of, outcome_unknown
+from ckptstore.parts import MAX_OUTCOME, Outcome, decode_outcome
+from ckptstore.patience import current
+from ckptstore.sweep import condemn
+
+SETTLE = 3.0  # seconds in which the last request of a process that was killed has had its effect, or never will
+
+
+class Member(Waiting):
+    """A rank that is not the coordinator, from when it has written all (or has failed) to the outcome."""
+
+    def __init__(
+        self, catalog: Catalog, lease: HeldLease, timeout: float, check: Callable[[], None], generation: int = 1
+    ) -> None:
+        super().__init__(catalog, lease, timeout, check)
+        self._generation = generation
+        self.gave = False
+        """Whether the coordinator may have its part: from then on it alone decides."""
+        self._several = False
+
+    def find(self) -> str:
+        """The attempt of the coordinator.
+
+        Raises:
+            RanksFailedError: it has failed, or does not come.
+            EpochExistsError: others have committed the epoch meanwhile, so that it never comes.
+        """
+        while True:
+            found = self.look_for_coordinator()
+            if found is not None:
+                return found
+            for commit in self._catalog.committed(self._epoch):
+                if commit.generation >= self._generation:
+                    raise epoch_exists(self._epoch, commit.key)
+            if self._is_over:
+                raise self.failed({0: self._why_not_there()}, of_the_store=True)
+            self._wait()
+
+    def _why_not_there(self) -> str:
+        if self._several:
+            return f"several processes call themselves rank 0 of group {self._rank.group!r}"
+        return (
+            f"has not begun to save epoch {self._epoch} in group {self._rank.group!r} after {self._timeout:g} seconds"
+        )
+
+    def look_for_coordinator(self) -> str | None:
+        """The attempt of the coordinator, if it is there now. Raises how it failed, if this rank has missed that."""
+
+        prefix = keys.ranks_prefix(self._epoch) + f"{0:04x}"
+        found = [
+            s
+            for s in read_leases(self._store, prefix, lambda attempt, _: not self._has_heard(attempt))
+            if self._is_same(s.lease)
+        ]
+        now = self._lease.now()
+        live = [s for s in found if s.lease is not None and self._ended(s.lease, now - s.modified) is None]
+        self._several = len(live) > 1
+        if len(live) == 1:
+            self._check_size(live[0].lease)
+            return live[0].attempt
+        for sighting in found if not live else ():
+            lease = sighting.lease
+            if lease is not None and self._is_news(sighting):
+                self._hear(sighting.attempt)
+                outcome = self._read_outcome(sighting.attempt)
+                if outcome is not None and not outcome.error:
+                    continue  # committed, without this rank: under the number of another
+                if outcome is not None:
+                    raise error_of(outcome)
+                raise self.failed({0: self._ended(lease, now - sighting.modified) or "has failed"})
+        return None
+
+    def _ended(self, lease: Lease, age: float) -> str | None:
+        """Why this is no coordinator that one can join, or None."""
+        if lease.state == "abandoned":
+            return lease.reason or "has given the save up"
+        if age > SILENCE:
+            return f"no sign of life for {age:.0f} seconds ({lease.pid} on {lease.host})"
+        return f"its process ({lease.pid} on {lease.host}) is gone" if process_is_gone(lease) else None
+
+    def _check_size(self, lease: Lease | None) -> None:
+        size = lease.rank.world_size if lease is not None and lease.rank is not None else self._rank.world_size
+        if size != self._rank.world_size:
+            raise InvalidArgumentError(
+                f"rank 0 of group {self._rank.group!r} saves epoch {self._epoch} with world_size={size}, "
+                f"rank {self._rank.rank} with {self._rank.world_size}",
+                epoch=self._epoch,
+            )
+
+    def give(self, coordinator: str, part: bytes) -> None:
+        """Put the part. TransactionError if another process gave one as the same rank."""
+        self.gave = True
+        try:
+            self._store.put(keys.part_key(coordinator, self._rank.rank), part, if_absent=True)
+        except ObjectExistsError as error:
+            raise TransactionError(
+                f"another process has saved epoch {self._epoch} as rank {self._rank.rank} of group "
+                f"{self._rank.group!r}: two launches must not have the same group",
+                key=error.key,
+                epoch=self._epoch,
+            ) from error
+
+    def outcome(self, coordinator: str) -> Manifest:
+        """Wait until it is known what has become of the attempt of the coordinator; the manifest, if it is committed.
+
+        Raises:
+            EpochExistsError, FencedError: the coordinator met that, and nothing was committed.
+            RanksFailedError: nothing was committed, nor will be.
+            OutcomeUnknownError: the coordinator is silent, and may have committed.
+        """
+        signs = Signs()
+        while True:
+            lease = self._read_lease(coordinator)
+            if lease is None or lease.state == "abandoned":
+                self._hear(coordinator)
+                return self._end_of(coordinator, lease)
+            death = signs.death(lease)
+            committing = self._lease.lease.attempt in lease.uses
+            if death is not None or clock() >= self._end + (self._timeout if committing else 0.0):
+                self._hear(coordinator)
+                return self._judge(coordinator, lease, death)
+            self._wait()
+
+    def _end_of(self, coordinator: str, lease: Lease | None) -> Manifest:
+        """Its lease is gone, or given up: the outcome was put before, unless it could not be."""
+        outcome = self._read_outcome(coordinator)
+        if outcome is not None:
+            return self._manifest_of(outcome)
+        manifest = self._committed(coordinator)
+        if manifest is not None:
+            return manifest
+        raise self.failed({0: (lease.reason if lease is not None else "") or "has given the save up"})
+
+    def _manifest_of(self, outcome: Outcome) -> Manifest:
+        manifest = None
+        if outcome.error in ("", OutcomeUnknownError.__name__):
+            manifest = self._committed(outcome.attempt)
+        if manifest is not None:
+            return manifest
+        if outcome.error:
+            raise error_of(outcome)
+        raise TransactionError(
+            f"epoch {self._epoch} was committed, and deleted or replaced by another process since", epoch=self._epoch
+        )
+
+    def _judge(self, coordinator: str, lease: Lease, death: str | None) -> Manifest:
+        """The coordinator is dead, or too slow: find out whether it has committed, and see that it will not any more.
+
+        The flag does that: a coordinator looks at it after it has put its manifest, and withdraws that. What a dead one
+        has put stays, and what it sent last may still land: hence a while of looking.
+        """
+        manifest = self._committed(coordinator)
+        if manifest is not None and not is_condemned(self._store, coordinator):
+            return manifest
+        ranks = {0: death} if death is not None else self._not_ready(coordinator)
+        condemn(self._store, coordinator)
+        gone, may_land = process_is_gone(lease), self._lease.lease.attempt in lease.uses
+        end = clock() + SETTLE
+        while True:
+            outcome = self._read_outcome(coordinator)
+            if outcome is not None:
+                return self._manifest_of(outcome)
+            manifest = self._committed(coordinator)
+            if manifest is not None and gone:
+                return manifest
+            if manifest is None and not (gone and may_land and clock() < end):
+                raise self.failed(ranks, of_the_store=death is None)
+            if clock() >= end:
+                raise outcome_unknown(self._epoch, "rank 0 does not say whether it has committed")
+            current().sleep(min(0.2, SETTLE))
+
+    def _not_ready(self, coordinator: str) -> dict[int, str]:
+        infos = self._store.list(keys.parts_prefix(coordinator))
+        there = {part[1] for part in (keys.parse_part_key(info.key) for info in infos) if part is not None}
+        missing = [rank for rank in range(self._rank.world_size) if rank not in there]
+        if not missing:
+            return {0: f"has all parts and has not committed after {self._timeout:g} seconds"}
+        return dict.fromkeys(missing, f"is not ready after {self._timeout:g} seconds")
+
+    def _read_lease(self, attempt: str) -> Lease | None:
+        key = keys.lease_key(attempt)
+        try:
+            return decode_lease(self._store.get(key, 0, MAX_LEASE + 1), key)
+        except ObjectNotFoundError:
+            return None
+
+    def _read_outcome(self, attempt: str) -> Outcome | None:
+        try:
+            return decode_outcome(self._store.get(keys.outcome_key(attempt), 0, MAX_OUTCOME + 1), attempt)
+        except ObjectNotFoundError:
+            return None
+
+    def _committed(self, attempt: str) -> Manifest | None:
+        for _, manifest in self._catalog.manifests(self._catalog.committed(self._epoch)):
+            if isinstance(manifest, Manifest) and manifest.attempt == attempt:
+                return manifest
+        return None
