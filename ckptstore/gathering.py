@@ -74,11 +74,16 @@ class Gathering(Waiting):
     def _look_at(self, missing: set[int]) -> tuple[dict[int, Lease], dict[int, str]]:
         """Of the ranks that are missing those that live, and those that have failed or died, with why."""
 
+        names = set()
+
         def wanted(attempt: str, modified: float) -> bool:
+            names.add(attempt)
             seen = self._seen.get(attempt)
             return keys.rank_of_attempt(attempt) in missing and (seen is None or seen.modified != modified)
 
         fresh = read_leases(self._store, keys.ranks_prefix(self._epoch), wanted)
+        if self._attempt not in names:
+            raise self._lease.gone()
         self._seen.update((s.attempt, s) for s in fresh if self._is_same(s.lease))
         alive: dict[int, Lease] = {}
         ended: dict[int, tuple[Sighting, str]] = {}

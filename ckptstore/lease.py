@@ -172,7 +172,7 @@ class HeldLease:
             try:
                 before = self._store.info(self._key).modified
             except ObjectNotFoundError as error:
-                raise self._gone() from error
+                raise self.gone() from error
             if self._put() - before > LAPSE:
                 self.lapsed = True
 
@@ -222,10 +222,11 @@ class HeldLease:
         try:
             self.renewed = self._store.info(self._key).modified
         except ObjectNotFoundError as error:
-            raise self._gone() from error
+            raise self.gone() from error
         return self.renewed
 
-    def _gone(self) -> TransactionError:
+    def gone(self) -> TransactionError:
+        """The error of an attempt whose lease was taken away."""
         return TransactionError(
             f"the lease of this save ({self._key}) is gone: another process cleaned the attempt up. Save again",
             key=self._key,

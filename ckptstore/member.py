@@ -147,7 +147,8 @@ class Member(Waiting):
         manifest = self._committed(coordinator)
         if manifest is not None:
             return manifest
-        raise self.failed({0: (lease.reason if lease is not None else "") or "has given the save up"})
+        why = lease.reason if lease is not None else "was cleaned up by another process"
+        raise self.failed({0: why or "has given the save up"})
 
     def _manifest_of(self, outcome: Outcome) -> Manifest:
         manifest = None

@@ -129,6 +129,19 @@ class OfRanks(Transaction):
         if isinstance(error, StoreFullError) and not self._step.sent:
             remove_attempts(self._catalog, [self._attempt], "its save has failed", ended=False)
 
+    def commit(self) -> Any:
+        """Make the checkpoint exist, with what all ranks have written. Returns it.
+
+        Raises:
+            RanksFailedError: other ranks failed or are missing; nothing was committed.
+            CkptStoreError: as of an ordinary transaction. Whatever it is, the attempt has ended, on all ranks.
+        """
+        try:
+            return super().commit()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
     def abort(self) -> None:
         """Give the attempt up, on all ranks. What was written is left to the next save of the epoch, or to gc."""
         self._check_process()
