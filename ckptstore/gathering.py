@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptstore import keys
+from ckptstore import keys, meeting
 from ckptstore.catalog import Catalog
 from ckptstore.errors import CorruptionError, EpochExistsError
 from ckptstore.lease import HeldLease, Sighting, is_condemned, read_leases
@@ -54,7 +54,9 @@ class Gathering(Waiting):
         new = [(rank, key) for rank, key in sorted(there.items()) if rank not in self._parts and rank != 0]
         parts = side_by_side(self._store.traits.concurrency, self._read_part, new)
         failed = [part for part in parts if part.error]
-        self._parts.update((part.rank, part) for part in parts)
+        for part in parts:
+            self._parts[part.rank] = part
+            meeting.process.meet(part.group, part.rank, part)
         for part in failed:
             self._hear(part.attempt)
             if part.error == EpochExistsError.__name__:
@@ -102,7 +104,12 @@ class Gathering(Waiting):
         for rank, (sighting, _) in ended.items():
             if rank not in alive:
                 self._hear(sighting.attempt)
-        return alive, {**{rank: why for rank, (_, why) in ended.items() if rank not in alive}, **double}
+        failed = {rank: why for rank, (_, why) in ended.items() if rank not in alive}
+        for rank in missing - alive.keys() - failed.keys():
+            gone = meeting.process.is_gone(self._rank.group, rank)
+            if gone is not None:
+                failed[rank] = gone
+        return alive, {**failed, **double}
 
     def _end_of(self, sighting: Sighting, lease: Lease) -> str | None:
         """Why a rank has ended; empty if it only heard that others had; None if it lives."""

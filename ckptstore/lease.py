@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -100,7 +101,18 @@ def seems_dead(sighting: Sighting, now: float) -> bool:
     return lease.state == "abandoned" or now - sighting.modified > SILENCE or process_is_gone(lease)
 
 
-def process_is_gone(lease: Lease) -> bool:
+class Mark(Protocol):
+    """What tells a process from any other."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def started(self) -> str: ...
+
+
+def process_is_gone(lease: Mark) -> bool:
     """Whether the process that put the lease ran on this machine, and runs no more. False where nobody can tell."""
     here, _, _ = identity(os.getpid()).rpartition("/")
     there, _, _ = lease.started.rpartition("/")

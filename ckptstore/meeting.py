@@ -29,7 +29,7 @@ from ckptstore.errors import (
     RanksFailedError,
     TransactionError,
 )
-from ckptstore.lease import SILENCE, HeldLease, Sighting, clock, process_is_gone
+from ckptstore.lease import SILENCE, HeldLease, Mark, Sighting, clock, process_is_gone
 from ckptstore.manifest import Lease, RankOf, encode_signed
 from ckptstore.parts import MAX_REASON, Outcome, Part, encode_part
 from ckptstore.patience import current
@@ -46,6 +46,26 @@ class _Process:
         self.begun = clock()
         self._heard: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._lock = threading.Lock()
+        self.untold: set[RankOf] = set()
+        """Ranks of this process that have failed before there was a coordinator: one may hear of it later."""
+
+        self._peers: OrderedDict[tuple[str, int], Mark] = OrderedDict()
+
+    def meet(self, group: str, rank: int, peer: Mark) -> None:
+        """The process that was that rank in an earlier save."""
+        with self._lock:
+            self._peers[group, rank] = peer
+            while len(self._peers) > _REMEMBERED:
+                self._peers.popitem(last=False)
+
+    def is_gone(self, group: str, rank: int) -> str | None:
+        """Why a rank that was there in an earlier save will not come, or None. Says it once: it may be replaced."""
+        with self._lock:
+            peer = self._peers.get((group, rank))
+            if peer is None or not process_is_gone(peer):
+                return None
+            del self._peers[group, rank]
+            return f"its process ({peer.pid} on {peer.host}) is gone"
 
     def hear(self, attempt: str, rank: int) -> None:
         """``rank``, which is of this process, has heard how that attempt ended."""
@@ -158,7 +178,7 @@ def check_part(part: Part, epoch: int, rank: RankOf, where: str) -> None:
 
 def ranks_failed(epoch: int, ranks: dict[int, str], *, of_the_store: bool = False) -> RanksFailedError:
     """The error that names the ranks, the first of them in its message."""
-    named = [f"rank {rank} {why}" for rank, why in sorted(ranks.items())]
+    named = [f"rank {rank}: {why}" for rank, why in sorted(ranks.items())]
     more = f" (and {len(named) - 8} more)" if len(named) > 8 else ""
     message = f"epoch {epoch} was not saved: {'; '.join(named[:8])}{more}"
     return RanksFailedError(message, ranks=ranks, of_the_store=of_the_store, epoch=epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptstore import keys
+from ckptstore import keys, meeting
 from ckptstore.catalog import Catalog
 from ckptstore.commit import epoch_exists
 from ckptstore.errors import (
@@ -14,7 +14,7 @@ from ckptstore.errors import (
     OutcomeUnknownError,
     TransactionError,
 )
-from ckptstore.lease import SILENCE, HeldLease, clock, is_condemned, process_is_gone, read_leases
+from ckptstore.lease import SILENCE, HeldLease, Sighting, clock, is_condemned, process_is_gone, read_leases
 from ckptstore.manifest import MAX_LEASE, Lease, Manifest, decode_lease
 from ckptstore.meeting import Signs, Waiting, error_of, outcome_unknown
 from ckptstore.parts import MAX_OUTCOME, Outcome, decode_outcome
@@ -50,6 +50,9 @@ class Member(Waiting):
             for commit in self._catalog.committed(self._epoch):
                 if commit.generation >= self._generation:
                     raise epoch_exists(self._epoch, commit.key)
+            gone = None if self._several else meeting.process.is_gone(self._rank.group, 0)
+            if gone is not None:
+                raise self.failed({0: gone})
             if self._is_over:
                 raise self.failed({0: self._why_not_there()}, of_the_store=True)
             self._wait()
@@ -74,19 +77,26 @@ class Member(Waiting):
         live = [s for s in found if s.lease is not None and self._ended(s.lease, now - s.modified) is None]
         self._several = len(live) > 1
         if len(live) == 1:
-            self._check_size(live[0].lease)
+            lease = live[0].lease
+            assert lease is not None
+            self._check_size(lease)
+            meeting.process.meet(self._rank.group, 0, lease)
             return live[0].attempt
         for sighting in found if not live else ():
-            lease = sighting.lease
-            if lease is not None and self._is_news(sighting):
+            if sighting.lease is not None and self._is_news(sighting):
                 self._hear(sighting.attempt)
-                outcome = self._read_outcome(sighting.attempt)
-                if outcome is not None and not outcome.error:
-                    continue  # committed, without this rank: under the number of another
-                if outcome is not None:
-                    raise error_of(outcome)
-                raise self.failed({0: self._ended(lease, now - sighting.modified) or "has failed"})
+                self._raise_end_of(sighting, sighting.lease, now)
         return None
+
+    def _raise_end_of(self, sighting: Sighting, lease: Lease, now: float) -> None:
+        """A coordinator has ended without this rank: raise why, unless this rank knows."""
+        outcome = self._read_outcome(sighting.attempt)
+        if outcome is None:
+            raise self.failed({0: self._ended(lease, now - sighting.modified) or "has failed"})
+        mine = self._rank in meeting.process.untold and str(self._rank.rank) in outcome.ranks
+        meeting.process.untold.discard(self._rank)
+        if outcome.error and not mine:
+            raise error_of(outcome)
 
     def _ended(self, lease: Lease, age: float) -> str | None:
         """Why this is no coordinator that one can join, or None."""
@@ -96,8 +106,8 @@ class Member(Waiting):
             return f"no sign of life for {age:.0f} seconds ({lease.pid} on {lease.host})"
         return f"its process ({lease.pid} on {lease.host}) is gone" if process_is_gone(lease) else None
 
-    def _check_size(self, lease: Lease | None) -> None:
-        size = lease.rank.world_size if lease is not None and lease.rank is not None else self._rank.world_size
+    def _check_size(self, lease: Lease) -> None:
+        size = lease.rank.world_size if lease.rank is not None else self._rank.world_size
         if size != self._rank.world_size:
             raise InvalidArgumentError(
                 f"rank 0 of group {self._rank.group!r} saves epoch {self._epoch} with world_size={size}, "
@@ -108,6 +118,7 @@ class Member(Waiting):
     def give(self, coordinator: str, part: bytes) -> None:
         """Put the part. TransactionError if another process gave one as the same rank."""
         self.gave = True
+        meeting.process.untold.discard(self._rank)
         try:
             self._store.put(keys.part_key(coordinator, self._rank.rank), part, if_absent=True)
         except ObjectExistsError as error:

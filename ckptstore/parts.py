@@ -51,6 +51,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank has written, or why it has failed (``error`` is the class of that, else empty).
 
     Its chunks are those of its own ``attempt`` and of those that its lease ``uses``; of them the ``adopted`` are dead.
+    The process is as in a lease.
     """
 
     format: int = FORMAT
@@ -59,6 +60,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     epoch: int
     attempt: str
+    host: str
+    pid: int
+    started: str
     uses: tuple[str, ...] = ()
     adopted: tuple[str, ...] = ()
     records: tuple[PartRecord, ...] = ()

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckptstore import keys
+from ckptstore import keys, meeting
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.errors import (
     CkptStoreError,
@@ -45,7 +45,7 @@ from ckptstore.errors import (
 from ckptstore.failures import is_of_the_store
 from ckptstore.gathering import Gathering
 from ckptstore.lease import HeldLease
-from ckptstore.manifest import MAX_RECORDS, Manifest, RankOf, RecordEntry, RecordIndex
+from ckptstore.manifest import MAX_RECORDS, Lease, Manifest, RankOf, RecordEntry, RecordIndex
 from ckptstore.meeting import outcome_unknown, put_failed_part, put_outcome, reason_of
 from ckptstore.member import Member
 from ckptstore.parts import Outcome, Part, Written, encode_part, part_records, written_of
@@ -226,7 +226,7 @@ class RankTransaction(OfRanks):
         self.settle()
         written = self._writer.collect()
         part = Part(
-            **_facts(self._rank, self.epoch, self._attempt),
+            **_facts(self._lease.lease),
             uses=self._lease.lease.uses,
             adopted=self._claim.adopted,
             records=part_records(written),
@@ -300,6 +300,8 @@ def tell_failure(
         told = rank.rank > 0 and _told_coordinator(catalog, held, error)
         if fresh:
             held.abandon("" if told else f"has failed: {reason_of(error)}")
+        if not told and not isinstance(error, (EpochExistsError, RanksFailedError)):
+            meeting.process.untold.add(rank)
     except Exception as second:  # noqa: BLE001 (whatever it is: it must not hide the error that it is about)
         log.warning("the other ranks could not be told that rank %d has failed: %s", rank.rank, second)
     return told
@@ -333,18 +335,22 @@ def _told_coordinator(catalog: Catalog, held: HeldLease, error: BaseException) -
         return False
     exists = isinstance(error, EpochExistsError)
     part = Part(
-        **_facts(rank, held.lease.epoch, held.lease.attempt),
+        **_facts(held.lease),
         error="EpochExistsError" if exists else type(error).__name__,
         reason=str(error) if exists else f"has failed: {reason_of(error)}",
         of_the_store=is_of_the_store(error),
     )
+    meeting.process.hear(coordinator, rank.rank)  # how that ends is no news
     put_failed_part(catalog.store, coordinator, part)
     return True
 
 
-def _facts(rank: RankOf, epoch: int, attempt: str) -> dict[str, Any]:
-    facts = {"rank": rank.rank, "world_size": rank.world_size, "group": rank.group}
-    return {**facts, "epoch": epoch, "attempt": attempt}
+def _facts(lease: Lease) -> dict[str, Any]:
+    """What a part has in common with the lease."""
+    rank = lease.rank
+    assert rank is not None
+    facts = {field: getattr(lease, field) for field in ("epoch", "attempt", "host", "pid", "started")}
+    return {**facts, "rank": rank.rank, "world_size": rank.world_size, "group": rank.group}
 
 
 def _merged(ranks: Sequence[tuple[int, list[Written]]]) -> list[Written]:

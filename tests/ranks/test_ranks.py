@@ -47,7 +47,7 @@ def named(found: dict[int, Any], *ranks: int) -> list[RanksFailedError]:
     for rank, error in found.items():
         assert isinstance(error, RanksFailedError), (rank, error)
         assert sorted(error.ranks) == list(ranks), error
-        assert all(f"rank {number} " in str(error) for number in ranks)
+        assert all(f"rank {number}: " in str(error) for number in ranks)
         errors.append(error)
     return errors
 
