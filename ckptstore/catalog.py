@@ -75,8 +75,6 @@ class Catalog:
         self._damaged: set[tuple[str, str]] = set()
         self._trusted: set[str] = set()  # chunks that this process has read and found good
         self._last: Manifest | None = None
-        self.written: tuple[str, dict[str, RecordIndex]] = ("", {})
-        """Of the last part that this process wrote as a rank: its attempt, and the indexes by record."""
         self.outcomes: list[str] = []
         """Keys of what this process, as a coordinator of ranks, has left for them to read."""
         self.settled = False

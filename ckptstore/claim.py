@@ -76,19 +76,13 @@ class Claim:
         return [sighting for sighting in found if sighting.lease is not None and sighting.lease.epoch == epoch]
 
     def learn(self, name: str) -> None:
-        """For a rank, before it writes a record: what the base has of it. One read, unless it is its own of before."""
+        """For a rank, before it writes a record: what the base has of it. One read."""
         entry = self.base.record(name) if self.base is not None else None
-        if self.base is None or entry is None:
-            return
-        attempt, indexes = self._catalog.written
-        own = indexes.get(name) if attempt in self.base.attempts else None
-        if own is None or not {chunk.attempt for chunk in own.chunks} <= set(self.base.attempts):
+        if entry is not None:
             try:
-                own = self._catalog.index(entry)
+                self.known.learn(self._catalog.index(entry))
             except (CorruptionError, ObjectNotFoundError) as error:
-                log.warning("nothing of record %s is taken over from epoch %d: %s", name, self.base.epoch, error)
-                return
-        self.known.learn(own)
+                log.warning("nothing of record %s is taken over from the base: %s", name, error)
 
     def join(self, attempts: Collection[str], uses: Collection[str], adopted: Collection[str]) -> None:
         """Answer for what other ranks have written, and for what that refers to: first the lease, then the flags.

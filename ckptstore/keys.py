@@ -211,6 +211,12 @@ def parse_content_key(key: str) -> tuple[str, str, str] | None:
     return (match[1], match[2], match[3]) if match else None
 
 
+def attempt_of(key: str) -> str | None:
+    """The attempt whose content a key is, or None."""
+    content = parse_content_key(key)
+    return content[0] if content is not None else None
+
+
 def is_bulk(key: str) -> bool:
     """Whether an object is big or of no lasting use: a chunk or a probe. The rest is what commits and sweeps need."""
     return key.startswith(PROBES) or (key.startswith(ATTEMPTS) and "/chunks/" in key)

@@ -133,7 +133,8 @@ class HeldLease:
         self.lapsed = False
         self.may_go = False
         """Whether others may take it away, once the attempt is through."""
-        self.renewed = 0.0  # the store's time of the last put
+        self.begun = 0.0  # the store's time of the first put
+        self.renewed = 0.0  # … and of the last
         self._put_at = 0.0
         self.lease = Lease(
             attempt=attempt,
@@ -235,6 +236,7 @@ class HeldLease:
             self.renewed = self._store.info(self._key).modified
         except ObjectNotFoundError as error:
             raise self.gone() from error
+        self.begun = self.begun or self.renewed
         return self.renewed
 
     def gone(self) -> TransactionError:

@@ -201,13 +201,16 @@ def check_size(state_or_bytes: Mapping[str, object] | int) -> int:
     return bytes_of(flatten_all(check_records(state_or_bytes)))  # type: ignore[arg-type]
 
 
-def flatten_all(states: Mapping[str, object]) -> dict[str, FlatState]:
-    """All states taken apart, nothing copied. InvalidRecordError names all that cannot be stored, in any of them."""
+def flatten_all(states: Mapping[str, object], *, part: bool = False) -> dict[str, FlatState]:
+    """All states (of one rank, if ``part``) taken apart, nothing copied.
+
+    InvalidRecordError names all that cannot be stored, in any of them.
+    """
     flats: dict[str, FlatState] = {}
     refused: list[InvalidRecordError] = []
     for name, state in states.items():
         try:
-            flats[name] = flatten(state, name)
+            flats[name] = flatten(state, name, part=part)
         except InvalidRecordError as error:
             refused.append(error)
     if len(refused) == 1:

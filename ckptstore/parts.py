@@ -13,6 +13,7 @@ import msgspec
 
 from ckptstore import keys
 from ckptstore.errors import CorruptionError, InvalidRecordError
+from ckptstore.indexes import decode_index, encode_index
 from ckptstore.manifest import (
     FORMAT,
     MAX_INDEX,
@@ -20,10 +21,8 @@ from ckptstore.manifest import (
     RecordEntry,
     RecordIndex,
     check_record_name,
-    decode_index,
     decode_signed,
     digest_of,
-    encode_index,
     encode_signed,
 )
 
@@ -43,7 +42,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     raw_length: int
     arrays: int
     chunks: int
-    bytes_state: int
+    boxes: int = 0
     index: bytes
 
 
@@ -51,7 +50,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank has written, or why it has failed (``error`` is the class of that, else empty).
 
     Its chunks are those of its own ``attempt`` and of those that its lease ``uses``; of them the ``adopted`` are dead.
-    The process is as in a lease.
+    The process is as in a lease; ``begun`` is the store's time of its first put.
     """
 
     format: int = FORMAT
@@ -60,6 +59,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     epoch: int
     attempt: str
+    begun: float
     host: str
     pid: int
     started: str
@@ -87,14 +87,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     of_the_store: bool = False
 
 
-Written = tuple[RecordIndex, int]
-"""The index of a record and the bytes of its state."""
-
-
-def part_records(written: Iterable[Written]) -> tuple[PartRecord, ...]:
+def part_records(indexes: Iterable[RecordIndex]) -> tuple[PartRecord, ...]:
     """The records of a part. InvalidRecordError if an index would exceed its cap."""
     records = []
-    for index, nbytes in written:
+    for index in indexes:
         digest, raw_length, stored = encode_index(index)
         records.append(
             PartRecord(
@@ -104,7 +100,7 @@ def part_records(written: Iterable[Written]) -> tuple[PartRecord, ...]:
                 raw_length=raw_length,
                 arrays=len(index.arrays),
                 chunks=len(index.chunks),
-                bytes_state=nbytes,
+                boxes=index.boxes,
                 index=stored,
             )
         )
@@ -137,10 +133,10 @@ def decode_part(data: bytes, where: str) -> Part:
     return part
 
 
-def written_of(part: Part, where: str) -> list[Written]:
+def indexes_of(part: Part, where: str) -> list[RecordIndex]:
     """The verified indexes of a part: their chunks are of attempts that it names. CorruptionError otherwise."""
     reachable = {part.attempt, *part.uses}
-    found: list[Written] = []
+    found = []
     for record in part.records:
         entry = RecordEntry(
             name=check_record_name(record.name),
@@ -151,13 +147,14 @@ def written_of(part: Part, where: str) -> list[Written]:
             stored_length=len(record.index),
             arrays=record.arrays,
             chunks=record.chunks,
-            bytes_state=record.bytes_state,
+            bytes_state=0,
             bytes_stored=0,
+            boxes=record.boxes,
         )
-        index = decode_index(record.index, entry)
+        index = decode_index(record.index, entry, part=True)
         if not reachable.issuperset(chunk.attempt for chunk in index.chunks):
             raise CorruptionError(f"{where} is damaged: it refers to attempts that it does not name", key=where)
-        found.append((index, record.bytes_state))
+        found.append(index)
     return found
 
 

@@ -25,8 +25,9 @@ size and rank; a rank joins a coordinator of its own group only, and one only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from ckptstore import keys, meeting
@@ -45,12 +46,13 @@ from ckptstore.errors import (
 from ckptstore.failures import is_of_the_store
 from ckptstore.gathering import Gathering
 from ckptstore.lease import HeldLease
-from ckptstore.manifest import MAX_RECORDS, Lease, Manifest, RankOf, RecordEntry, RecordIndex
+from ckptstore.manifest import MAX_RECORDS, Manifest, RankOf, RecordEntry, RecordIndex
 from ckptstore.meeting import outcome_unknown, put_failed_part, put_outcome, reason_of
 from ckptstore.member import Member
-from ckptstore.parts import Outcome, Part, Written, encode_part, part_records, written_of
+from ckptstore.merge import merge_indexes
+from ckptstore.parts import Outcome, Part, encode_part, indexes_of, part_records
 from ckptstore.pipeline import Meter, side_by_side
-from ckptstore.sweep import remove_attempts
+from ckptstore.sweep import remove_attempts, sweep
 from ckptstore.transaction import Plan, Transaction
 from ckptstore.writer import Tally
 
@@ -66,25 +68,41 @@ class PartsTransaction(Transaction):
         """Take parts over, each with a name for errors; ``commit`` makes them one checkpoint."""
         self._parts = tuple(parts)
         for part, _ in self._parts:
-            self.tally.bytes_state += part.bytes_state
             self.tally.bytes_sent += part.bytes_sent
             self.tally.bytes_reused += part.bytes_reused
             self._names.update(record.name for record in part.records)
 
     def _all_entries(self) -> list[RecordEntry]:
-        own = self._writer.collect()
+        own = [index for index, _ in self._writer.collect()]
         parts = [part for part, _ in self._parts]
         self._claim.join(
             [part.attempt for part in parts],
             {attempt for part in parts for attempt in part.uses},
             {attempt for part in parts for attempt in part.adopted},
         )
-        ranks: list[tuple[int, list[Written]]] = [(self._plan.rank.rank if self._plan.rank else -1, own)]
-        ranks += [(part.rank, written_of(part, where)) for part, where in self._parts]
+        ranks = [(-1 if self._plan.rank is None else self._plan.rank.rank, own)] if own else []
+        ranks += [(part.rank, indexes_of(part, where)) for part, where in self._parts]
         merged = _merged(ranks)
         if len(merged) > MAX_RECORDS:
             raise InvalidRecordError(f"a checkpoint has at most {MAX_RECORDS} records: nest them", epoch=self.epoch)
-        return self._writer.put_indexes(merged)
+        entries = self._writer.put_indexes((index, _nbytes(index)) for index in merged)
+        self.tally.bytes_state = sum(entry.bytes_state for entry in entries)
+        self._twice = _unneeded([index for _, indexes in ranks for index in indexes], self._writer.referenced)
+        return entries
+
+    _twice: Mapping[str, int] = MappingProxyType({})  # chunks that several ranks have sent, all but one of each
+
+    def _commit(self, entries: tuple[RecordEntry, ...]) -> Manifest:
+        manifest = super()._commit(entries)
+        begun = min([self._lease.begun, *(part.begun for part, _ in self._parts)])
+        attempts = {self._attempt, *(part.attempt for part, _ in self._parts)}
+        own = {key: size for key, size in self._twice.items() if keys.attempt_of(key) in attempts}
+        try:
+            if own:
+                sweep(self._catalog, own, "another rank has stored the same", begun=begun)
+        except Exception as error:  # noqa: BLE001 (whatever it is: the epoch is committed)
+            log.warning("epoch %d is committed; what several ranks have sent is left to gc: %s", self.epoch, error)
+        return manifest
 
 
 class OfRanks(Transaction):
@@ -211,7 +229,6 @@ class RankTransaction(OfRanks):
     ) -> None:
         self._member: Member | None = None
         self._part = b""
-        self._written: dict[str, RecordIndex] = {}
         self._told = False
         self._polls = True
         """Whether the others hear of it through the store."""
@@ -224,9 +241,9 @@ class RankTransaction(OfRanks):
     def finish(self) -> bytes:
         """Wait until all chunks are on the store; the part that the coordinator needs."""
         self.settle()
-        written = self._writer.collect()
+        written = [index for index, _ in self._writer.collect()]
         part = Part(
-            **_facts(self._lease.lease),
+            **_facts(self._lease),
             uses=self._lease.lease.uses,
             adopted=self._claim.adopted,
             records=part_records(written),
@@ -235,7 +252,6 @@ class RankTransaction(OfRanks):
             bytes_reused=self.tally.bytes_reused,
         )
         self._part = encode_part(part)
-        self._written = {index.name: index for index, _ in written}
         self._lease.may_go = True
         return self._part
 
@@ -257,7 +273,6 @@ class RankTransaction(OfRanks):
     def committed(self, manifest: Manifest | None = None) -> None:
         """The coordinator has committed it: nothing here is needed any more."""
         self._state = "committed"
-        self._catalog.written = (self._attempt, self._written)
         self._catalog.settled = True
         if manifest is not None:
             self._catalog.has_committed(manifest, ())
@@ -335,7 +350,7 @@ def _told_coordinator(catalog: Catalog, held: HeldLease, error: BaseException) -
         return False
     exists = isinstance(error, EpochExistsError)
     part = Part(
-        **_facts(held.lease),
+        **_facts(held),
         error="EpochExistsError" if exists else type(error).__name__,
         reason=str(error) if exists else f"has failed: {reason_of(error)}",
         of_the_store=is_of_the_store(error),
@@ -345,25 +360,28 @@ def _told_coordinator(catalog: Catalog, held: HeldLease, error: BaseException) -
     return True
 
 
-def _facts(lease: Lease) -> dict[str, Any]:
+def _facts(held: HeldLease) -> dict[str, Any]:
     """What a part has in common with the lease."""
-    rank = lease.rank
+    lease, rank = held.lease, held.lease.rank
     assert rank is not None
     facts = {field: getattr(lease, field) for field in ("epoch", "attempt", "host", "pid", "started")}
-    return {**facts, "rank": rank.rank, "world_size": rank.world_size, "group": rank.group}
+    return {**facts, "rank": rank.rank, "world_size": rank.world_size, "group": rank.group, "begun": held.begun}
 
 
-def _merged(ranks: Sequence[tuple[int, list[Written]]]) -> list[Written]:
+def _merged(ranks: Sequence[tuple[int, list[RecordIndex]]]) -> list[RecordIndex]:
     """One index for each record, whoever wrote it, in order of ranks."""
-    found: dict[str, list[tuple[int, Written]]] = {}
-    for rank, written in ranks:
-        for index, nbytes in written:
-            found.setdefault(index.name, []).append((rank, (index, nbytes)))
-    return [_merge(name, parts) for name, parts in found.items()]
+    found: dict[str, list[tuple[int, RecordIndex]]] = {}
+    for rank, indexes in ranks:
+        for index in indexes:
+            found.setdefault(index.name, []).append((rank, index))
+    return [merge_indexes(name, parts) for name, parts in found.items()]
 
 
-def _merge(name: str, parts: list[tuple[int, Written]]) -> Written:
-    if len(parts) == 1:
-        return parts[0][1]
-    indexes: list[tuple[int, RecordIndex]] = [(rank, index) for rank, (index, _) in parts]
-    raise InvalidRecordError(f"record {name!r} was written by the ranks {[rank for rank, _ in indexes]}: by one only")
+def _nbytes(index: RecordIndex) -> int:
+    return sum(span.length for array in index.arrays for span in array.spans)
+
+
+def _unneeded(indexes: Iterable[RecordIndex], needed: Collection[str]) -> dict[str, int]:
+    """Chunks of the parts that the merged records do not refer to, with their sizes."""
+    chunks = {chunk.key: chunk.stored_length for index in indexes for chunk in index.chunks}
+    return {key: size for key, size in chunks.items() if key not in needed}

@@ -90,7 +90,7 @@ class Saving(Gathered):
             Meter(progress, 0)  # refuses what cannot be called
             states, left_out = self._due(records, number, who)
             self._background.settle()
-            flats = options.flatten_all(states)
+            flats = options.flatten_all(states, part=who is not None)
 
         def attempt(begin: Begin) -> Checkpoint:
             with begin(options.bytes_of(flats), lambda: None) as txn:
@@ -149,7 +149,8 @@ class Saving(Gathered):
             states, left_out = self._due(records, number, who)
             skeleton = options.check_metadata(metadata)
             Meter(progress, 0)
-            handle = self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
+            flatten = partial(options.flatten_all, states, part=who is not None)
+            handle = self._background.save(number, flatten, save, when_busy)
         if handle.skipped:
             self._events.tell(events.SaveSkipped, epoch=number)
         return handle

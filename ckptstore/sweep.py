@@ -107,6 +107,7 @@ def sweep(
     *,
     dead: Collection[Sighting | str] = (),
     gone: Mapping[Committed, Collection[str]] = MappingProxyType({}),
+    begun: float = 0.0,
     dry_run: bool = False,
 ) -> Swept:
     """Delete those ``candidates`` (content key → size) that nothing needs any more.
@@ -120,6 +121,8 @@ def sweep(
         dead: leases that do not count, because their attempts are condemned: attempt ids, or sightings, which stop
             counting as dead when the lease has been renewed since.
         gone: of a dry run: records by commit that are to be looked at as if they were deleted.
+        begun: the store's time at which the attempts of all candidates began. No older manifest reaches them, and none
+            is read that is older by more than the store's clock is ever off.
     """
     swept = Swept()
     if not candidates:
@@ -131,7 +134,7 @@ def sweep(
     for _ in range(2):
         more, unreadable = _protected_attempts(read_leases(catalog.store), dead)
         protected |= more
-        _reach(catalog, candidates, attempts, gone, found)
+        _reach(catalog, candidates, attempts, gone, found, begun - EXPIRY)
         blocked = blocked or unreadable or found.unsure
     going = []
     for key in sorted(candidates):
@@ -195,10 +198,12 @@ def _reach(
     attempts: set[str],
     gone: Mapping[Committed, Collection[str]],
     found: _Reached,
+    since: float,
 ) -> None:
     """Take out of ``candidates``, which are of ``attempts``, what the manifests that are not yet read reach."""
     for _ in range(_LOOKS):
-        new = [commit for commit in catalog.committed() if commit not in found.read]
+        times = catalog.commit_times()
+        new = [commit for commit in sorted(times) if times[commit] >= since and commit not in found.read]
         before = len(found.read)
         for start in range(0, len(new), _BATCH):
             left = _left(catalog.manifests(new[start : start + _BATCH]), attempts, gone, found)

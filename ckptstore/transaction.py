@@ -117,6 +117,7 @@ class Transaction:
             codec=plan.codec,
             cores=plan.cores,
             pace=plan.pace,
+            part=plan.rank is not None,
             meter=meter.add,
         )
 
@@ -148,7 +149,7 @@ class Transaction:
             TransactionError: the transaction is closed.
         """
         self._check_open(name)
-        self.write_flat(name, flatten(state, name), live=state)
+        self.write_flat(name, flatten(state, name, part=self._plan.rank is not None), live=state)
 
     def write_flat(self, name: str, flat: FlatState, *, live: object = None) -> None:
         """Write a record that was flattened before.
