@@ -70,8 +70,8 @@ _FIRST_LOOKS = 4
 class Tally:
     """What a save moved, in bytes: of the state, of it found already stored, and sent to the store.
 
-    ``seconds`` says where the time went: ``begin``, ``write`` and ``commit`` as they passed, ``encode`` (hashing
-    and coding) and ``put`` as sums over all threads.
+    ``seconds`` says where the time went: ``begin``, ``write``, ``wait`` (of rank 0, for the others) and ``commit`` as
+    they passed, ``encode`` (hashing and coding) and ``put`` as sums over all threads.
     """
 
     bytes_state: int = 0
