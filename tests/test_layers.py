@@ -24,7 +24,7 @@ FLOORS: dict[float, set[str]] = {
     3: {
         "background", "caring", "catalog", "checked", "checkpoint", "claim", "commit", "copies", "copying", "diff",
         "doctor", "exiting", "export", "failures", "fence", "flights", "foundation", "gathered", "gathering", "hold",
-        "lease", "marksmeeting", "member", "mirror", "opening", "options", "outputs", "pickling", "pins",
+        "lease", "marks", "meeting", "member", "mirror", "opening", "options", "outputs", "pickling", "pins",
         "preemption", "preflight", "quarantine", "ranks", "reclaim", "remake", "removing", "repair", "replication",
         "report", "repository", "rescue", "retention", "roll", "saving", "scrub", "spares", "spill", "sweep",
         "telling", "thinning", "tier", "tiers", "transaction", "usage", "verify", "watching",
