@@ -21,15 +21,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .NOTPARALLEL: # all installs go into one environment
 .PHONY: help demo test lint bench clean
 .PHONY: bench-full torture
+.PHONY: frameworks test-adapters
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.core ## train, kill, resume, damage and repair on a temporary folder (DEMO_ARGS="--url URL")
 	$(BIN)/ckptstore demo $(DEMO_ARGS)
 
 test: $(VENV)/.test ## run all tests, against servers that they start themselves (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+frameworks: $(VENV)/.adapters ## install the frameworks that the adapters are for: from then on `make test` tests them too
+
+test-adapters: $(VENV)/.test $(VENV)/.adapters ## run the tests of the adapters alone, with their frameworks (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/adapters
 
 lint: $(VENV)/.test ## check style, format and types
 	$(BIN)/ruff check .
@@ -57,6 +63,6 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable .
 	@touch $@
 
-$(VENV)/.test $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.test $(VENV)/.bench $(VENV)/.adapters: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable '.[$*]'
 	@touch $@

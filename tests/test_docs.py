@@ -7,8 +7,9 @@ In a document, in order and sharing one folder and one namespace:
 * other languages (``text``, ``json``, ...) are only shown; a block without a language is an error.
 
 A comment right above a block changes this: ``<!-- test: skip REASON -->``, ``<!-- test: s3 -->`` (run against
-the S3 test server, where the buckets that the block names are made first), ``<!-- test: torch -->`` (run where
-torch is installed), ``<!-- exit: N -->`` (the last command of the block exits with N).
+the S3 test server, where the buckets that the block names are made first), ``<!-- test: torch -->`` (or another of
+FRAMEWORKS: run where that is installed; a page of which nothing is left is skipped by name), ``<!-- exit: N -->`` (the
+last command of the block exits with N).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {"python", "console"}
 SHOWN = {"diff", "dockerfile", "ini", "json", "makefile", "mermaid", "text", "toml", "yaml"}
 COMMAND_SECONDS = 240
+FRAMEWORKS = {"accelerate", "flax", "jax", "keras", "pytorch_lightning", "torch", "torchdata", "transformers"}
 
 _FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([^`]*)$")
 _DIRECTIVE = re.compile(r"^\s*<!--\s*(test|exit):\s*(.*?)\s*-->\s*$")
@@ -85,7 +87,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def _checked_order(kind: str, value: str, number: int) -> str:
-    good = r"skip \S.*|s3|torch" if kind == "test" else r"\d+"
+    good = "|".join([r"skip \S.*", "s3", *FRAMEWORKS]) if kind == "test" else r"\d+"
     if not re.fullmatch(good, value):
         raise DocumentError(f"line {number}: unknown order {kind}: {value!r}")
     return value
@@ -122,9 +124,11 @@ def run(path: Path, folder: Path, request: pytest.FixtureRequest, patch: pytest.
     patch.chdir(folder)
     patch.setenv("PYTHONPATH", str(ROOT))  # for the commands, in a folder that is not the project's
     patch.setenv("COLUMNS", "120")
-    count = 0
+    count, missing = 0, set()
     for block in blocks(path.read_text("utf-8")):
-        if block.needs == "skip" or (block.needs == "torch" and importlib.util.find_spec("torch") is None):
+        if block.needs in FRAMEWORKS and importlib.util.find_spec(block.needs) is None:
+            missing.add(block.needs)
+        if block.needs == "skip" or block.needs in missing:
             continue
         if block.needs == "s3":
             _provide_s3(request.getfixturevalue("s3"), block, patch)
@@ -139,6 +143,8 @@ def run(path: Path, folder: Path, request: pytest.FixtureRequest, patch: pytest.
                 wanted = int(block.orders.get("exit", 0)) if (line, words) == found[-1] else 0
                 _run_command(words, wanted, f"{path.name}:{line}")
             count += len(found)
+    if missing and not count:
+        pytest.skip(f"needs {', '.join(sorted(missing))}: make test-adapters")
     return count
 
 

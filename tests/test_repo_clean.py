@@ -25,11 +25,11 @@ def requirements(extra: str) -> list[Requirement]:
 
 
 def test_metadata_is_complete() -> None:
-    """The package says its licence, its oldest Python and the eight extras."""
+    """The package says its licence, its oldest Python and the nine extras."""
     said = metadata("ckptstore")
     assert said["License-Expression"] == "Apache-2.0"
     assert said["Requires-Python"] == ">=3.10"
-    extras = {"bench", "docs", "fast", "jax", "opentelemetry", "prometheus", "test", "torch"}
+    extras = {"adapters", "bench", "docs", "fast", "jax", "opentelemetry", "prometheus", "test", "torch"}
     assert set(said.get_all("Provides-Extra") or []) == extras
 
 
@@ -41,9 +41,10 @@ def test_core_has_floors_and_no_ceilings() -> None:
     assert [one.name for one in core if not one.specifier] == []
 
 
-def test_tools_are_pinned_exactly() -> None:
+@pytest.mark.parametrize("extra", ["test", "adapters"])
+def test_tools_are_pinned_exactly(extra: str) -> None:
     """The same commit gives the same verdict next year."""
-    tools = requirements("test")
+    tools = requirements(extra)
     assert tools
     assert [str(one) for one in tools if [spec.operator for spec in one.specifier] != ["=="]] == []
 
