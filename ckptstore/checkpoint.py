@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,26 +13,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from ckptstore import garbage
-from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.catalog import Catalog, Skipped
 from ckptstore.errors import (
     CorruptionError,
-    FormatError,
     InvalidArgumentError,
+    InvalidRecordError,
     RecordNotFoundError,
     StoreError,
 )
 from ckptstore.files import FileSource, same_bytes
+from ckptstore.loading import Loading, run_all
 from ckptstore.manifest import Manifest, RecordEntry, RecordIndex
 from ckptstore.pipeline import Meter, Progress
 from ckptstore.placing import file_name, new_file, write_at, writing
-from ckptstore.reader import Part, Spare, array_specs, copy_arrays, load_arrays
-from ckptstore.shards import BoxTarget, ShardedArray, box_targets, nbytes_of, share_memory
-from ckptstore.stores.base import Store
-from ckptstore.tree import fill_into, leaf_paths, match_into, prune, unflatten
+from ckptstore.reader import Spare, array_specs, copy_arrays
+from ckptstore.tree import mismatches, prune, unflatten
 from ckptstore.writer import Tally
 
 
@@ -136,6 +132,7 @@ class Checkpoint:
         paths: Sequence[str] | None = None,
         into: Any = None,
         progress: Progress | None = None,
+        strict: bool = True,
     ) -> Any:
         """Load one record, or all of them as a dict by name.
 
@@ -150,10 +147,12 @@ class Checkpoint:
                 the boxes of an array that are wanted: only their chunks are read. It is checked first and left as it
                 was if it does not match. If a chunk turns out damaged, arrays loaded before it are already new.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
+            strict: False leaves what only ``into`` has as it is, and what only the checkpoint has out, records and
+                paths: ``mismatches`` lists them. Kind, shape and element type of what both have must fit all the same.
 
         Raises:
             RecordNotFoundError: no such record, or no path matches.
-            InvalidRecordError: ``into`` has another structure; the message lists the paths.
+            InvalidRecordError: ``into`` has another structure; the message lists the paths, of all records.
             CorruptionError: a byte on the store is wrong or missing; ``.key`` names the object.
             EpochNotFoundError: the epoch was deleted meanwhile.
         """
@@ -164,14 +163,31 @@ class Checkpoint:
             raise InvalidArgumentError(f'paths must be a list of patterns such as "encoder.*", not {paths!r}')
         begun = time.perf_counter()
         with self._reading():
-            plans = self._plans(entries, paths, {name: into} if name is not None else into)
+            plans = self._plans(entries, paths, {name: into} if name is not None else into, strict)
             if not plans:
                 what = f"record {name!r}" if name is not None else f"epoch {self.epoch}"
                 raise RecordNotFoundError(f"nothing in {what} matches {list(paths or ())}", epoch=self.epoch)
             meter = Meter(progress, sum(plan.nbytes for plan in plans))
-            values = _run(plans, self._catalog.store, meter, self._spare)
+            values = run_all(plans, self._catalog.store, meter, self._spare)
         self._on_load(self.epoch, sum(plan.nbytes for plan in plans), time.perf_counter() - begun)
         return values[name] if name is not None else values
+
+    def mismatches(self, name: str, state: object, strict: bool = True) -> list[str]:
+        """Why ``load(name, into=state)`` would be refused: a line for each path, none if it fits. No array is read.
+
+        Args:
+            strict: False for what is refused there by ``strict=False`` too: another kind, shape or element type.
+
+        Raises:
+            RecordNotFoundError: no such record.
+            CorruptionError, EpochNotFoundError: as ``load``.
+        """
+        entry = self._entry(name)
+        with self._reading():
+            index = self._index(entry)
+            if entry.kind == "file":
+                return [f"{name}: a file in the checkpoint, {type(state).__name__} here"]
+            return mismatches(index.skeleton, array_specs(index, entry.key), state, name, strict=strict)
 
     def read_file(self, name: str, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
         """Write the bytes of a file record to ``path``: complete and verified, or ``path`` stays as it was.
@@ -232,24 +248,37 @@ class Checkpoint:
                 raise
             return index
 
-    def _plans(self, entries: list[RecordEntry], paths: Sequence[str] | None, into: Any) -> list[_Load]:
+    def _plans(self, entries: list[RecordEntry], paths: Sequence[str] | None, into: Any, strict: bool) -> list[Loading]:
         names = [entry.name for entry in entries]
         if into is None:
             into = dict.fromkeys(names)
         if not isinstance(into, dict):
             raise InvalidArgumentError(f"into must be a dict with the records {names}", epoch=self.epoch)
+        if strict:
+            self._same_records(names, into)
+        plans: list[Loading | None] = []
+        refused: list[str] = []
+        with garbage.paused():
+            for entry in entries:
+                if entry.name in into:
+                    try:
+                        plans.append(self._plan(entry, paths, into[entry.name], strict))
+                    except InvalidRecordError as error:
+                        refused.append(error.message)
+        if refused:
+            raise InvalidRecordError("\n".join(refused), epoch=self.epoch)
+        return [plan for plan in plans if plan is not None]
+
+    def _same_records(self, names: list[str], into: Mapping[str, Any]) -> None:
         for name in into:
             self._entry(name)
-        if len(into) != len(names):
-            missing = [name for name in names if name not in into]
+        missing = [name for name in names if name not in into]
+        if missing:
             raise InvalidArgumentError(
                 f"into must be a dict with the records {names}: it lacks {missing}", epoch=self.epoch
             )
-        with garbage.paused():
-            plans = [self._plan(entry, paths, into[entry.name]) for entry in entries]
-        return [plan for plan in plans if plan is not None]
 
-    def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any) -> _Load | None:
+    def _plan(self, entry: RecordEntry, paths: Sequence[str] | None, into: Any, strict: bool) -> Loading | None:
         index = self._index(entry)
         specs = array_specs(index, entry.key)
         if entry.kind == "file":
@@ -257,13 +286,13 @@ class Checkpoint:
                 raise InvalidArgumentError(
                     f"record {entry.name!r} is a file: use read_file, not into", epoch=self.epoch
                 )
-            return _Load(index, {"array": 0}, specs, None) if paths is None else None
+            return Loading(index, {"array": 0}, specs, None) if paths is None else None
         skeleton = index.skeleton
         if paths is not None:
             skeleton = prune(skeleton, paths)
             if skeleton is None:
                 return None
-        return _Load(index, skeleton, specs, into, partial=paths is not None)
+        return Loading(index, skeleton, specs, into, strict=strict, partial=paths is not None)
 
     def _copy(self, index: RecordIndex, fd: int, progress: Progress | None) -> None:
         meter = Meter(progress, sum(span.length for span in index.arrays[0].spans))
@@ -279,88 +308,6 @@ class Checkpoint:
         except CorruptionError as error:
             self._on_damage(error)
             raise
-
-
-class _Load:
-    """One record to load: checked against its target before anything is read."""
-
-    def __init__(
-        self, index: RecordIndex, skeleton: Any, specs: list[ArraySpec], into: Any, *, partial: bool = False
-    ) -> None:
-        self.index = index
-        self._skeleton = skeleton
-        self._specs = specs
-        self._into = into
-        self._places: dict[int, list[Destination]] = {}
-        self._boxes: dict[int, list[BoxTarget]] = {}
-        self._existing = match_into(skeleton, specs, into, index.name, partial=partial) if into is not None else {}
-        self._numbers = sorted(leaf_paths(skeleton))
-        if self._numbers and self._numbers[-1] >= len(specs):
-            raise FormatError(f"record {index.name!r} refers to an array that it does not list")
-        self.nbytes = sum(self._bytes_of(number) for number in self._numbers)
-
-    @property
-    def into(self) -> bool:
-        """Whether it goes into a state that the caller has."""
-        return self._into is not None
-
-    def _bytes_of(self, number: int) -> int:
-        targets = self._existing.get(number, ())
-        sharded = [target for target in targets if isinstance(target, ShardedArray)]
-        aside = 0 if sharded and len(sharded) == len(targets) else self._specs[number].nbytes
-        return aside + sum(nbytes_of(target) for target in sharded)
-
-    def prepare(self) -> Part:
-        """Where its arrays go. InvalidArgumentError if two of them go into the same memory."""
-        specs = self._specs
-        with garbage.paused():
-            for number in self._numbers:  # an array that replaces a plain value of the target is loaded aside
-                targets = self._existing.get(number, ())
-                sharded = [target for target in targets if isinstance(target, ShardedArray)]
-                self._boxes[number] = [box for target in sharded for box in box_targets(specs[number], target)]
-                rest = [target for target in targets if not isinstance(target, ShardedArray)]
-                found = [Destination.into_existing(specs[number], target) for target in rest]
-                if not found and not sharded:
-                    found = [Destination.allocate(specs[number])]
-                self._places[number] = found
-        if share_memory(self.memories()):
-            raise InvalidArgumentError("two arrays of the state to load into share memory: load into separate arrays")
-        return self.index, {number: [*found[:1], *self._boxes[number]] for number, found in self._places.items()}
-
-    def memories(self) -> Iterator[memoryview | np.ndarray[Any, Any]]:
-        """The memory that it goes into."""
-        for found in self._places.values():
-            yield from (destination.buffer for destination in found)
-        for boxes in self._boxes.values():
-            yield from (box.view for box in boxes)
-
-    def finish(self) -> Any:
-        """The loaded state, once all arrays are there."""
-        values: dict[int, Any] = {}
-        with garbage.paused():
-            for box in (box for boxes in self._boxes.values() for box in boxes):
-                if box.finish is not None:
-                    box.finish()
-            for number, found in self._places.items():
-                for other in found[1:]:  # tied in the checkpoint, separate in the target
-                    other.buffer[:] = found[0].buffer
-                finished = [destination.finish() for destination in found]
-                values[number] = finished[0] if finished else None
-            if self._into is None:
-                return unflatten(self._skeleton, lambda number: values[number])
-            return fill_into(self._skeleton, self._into, lambda number: values[number])
-
-
-def _run(loads: list[_Load], store: Store, meter: Meter, spare: Spare | None) -> dict[str, Any]:
-    """Load records side by side; one after the other where they go into the same memory (the last one stays)."""
-    parts = [load.prepare() for load in loads]
-    visible = any(load.into for load in loads)
-    if visible and share_memory(memory for load in loads for memory in load.memories()):
-        for part in parts:
-            load_arrays(store, [part], meter=meter, visible=True, spare=spare)
-    else:
-        load_arrays(store, parts, meter=meter, visible=visible, spare=spare)
-    return {load.index.name: load.finish() for load in loads}
 
 
 def _are_patterns(paths: object) -> bool:

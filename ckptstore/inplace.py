@@ -46,6 +46,15 @@ def match_into(
     return matcher.found
 
 
+def mismatches(
+    skeleton: object, specs: Sequence[ArraySpec], target: object, root: str, *, strict: bool = True
+) -> list[str]:
+    """What ``match_into`` would refuse: a line for each path."""
+    matcher = _Matcher(specs, strict, partial=False)
+    matcher.walk(skeleton, target, root, 0)
+    return matcher.problems
+
+
 class _Matcher:
     def __init__(self, specs: Sequence[ArraySpec], strict: bool, partial: bool) -> None:
         self.specs = specs
@@ -73,7 +82,7 @@ class _Matcher:
     def _pairs(self, tag: str, node: Any, target: Any, path: str, depth: int) -> None:
         entries = dict(pairs(tag, node[tag]))
         if "metadata" in node:
-            unflatten(node["metadata"], lambda index: None, len(self.specs))
+            unflatten(node["metadata"], lambda index: self.found.setdefault(index, []), len(self.specs))
         if not isinstance(target, dict):
             self._differ("a dictionary", target, path)
             return

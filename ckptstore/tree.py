@@ -52,7 +52,7 @@ import numpy as np
 from ckptstore import garbage
 from ckptstore.arrays import is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
-from ckptstore.inplace import fill_into, match_into
+from ckptstore.inplace import fill_into, match_into, mismatches
 from ckptstore.shards import FlatArray, ShardedArray, sharded_source
 from ckptstore.skeleton import (
     ATOMS,
@@ -69,7 +69,17 @@ from ckptstore.skeleton import (
     unflatten,
 )
 
-__all__ = ["NOTHING", "FlatState", "fill_into", "flatten", "leaf_paths", "match_into", "prune", "unflatten"]
+__all__ = [
+    "NOTHING",
+    "FlatState",
+    "fill_into",
+    "flatten",
+    "leaf_paths",
+    "match_into",
+    "mismatches",
+    "prune",
+    "unflatten",
+]
 
 MAX_LISTED = 20
 

@@ -737,6 +737,62 @@ def test_load_into_what_does_not_fit(store: Store, change: Any, named: str) -> N
     assert not target["layers"][0].any()
 
 
+def test_load_into_what_both_have(store: Store) -> None:
+    """``strict=False`` leaves the target's own as it is and reads nothing of what only the checkpoint has."""
+    ones = np.ones(CHUNK // 8)
+    model = OrderedDict(w=ones, gone=ones * 2, n=5)
+    model._metadata = {"version": 1, "table": ones * 3}  # type: ignore[attr-defined]
+    open_repo(store).save(1, {"model": model, "optimizer": {"m": ones * 4}, "ema": {"w": ones * 5}})
+    repo, log = counted(store)
+    checkpoint = repo.checkpoint(1)
+    assert checkpoint.mismatches("ema", {"w": ones}) == []
+    assert chunk_bytes(log) == 0
+    target: dict[str, Any] = {
+        "model": {"w": ones * 0, "new": ones * 7, "n": 0},
+        "optimizer": {"m": ones * 0},
+        "scaler": {"scale": 1.0},
+    }
+    with pytest.raises(ckptstore.RecordNotFoundError, match="scaler"):
+        checkpoint.load(into=target)
+    assert not target["optimizer"]["m"].any()
+    missing, unexpected = checkpoint.mismatches("model", target["model"])
+    assert missing.startswith("model.gone: only in the checkpoint")
+    assert unexpected.startswith("model.new: unexpected here")
+    assert checkpoint.mismatches("model", target["model"], strict=False) == []
+    log.clear()
+    result = checkpoint.load(into=target, strict=False)
+    assert chunk_bytes(log) <= 3.2 * CHUNK  # w, the table of the metadata, m
+    assert result.keys() == {"model", "optimizer"}
+    assert_same(target["model"], {"w": ones, "new": ones * 7, "n": 5})
+    assert_same(target["optimizer"], {"m": ones * 4})
+    misfits: list[Any] = [{"w": ones[:3]}, {"w": {}}, [], 7]
+    for bad in misfits:
+        (line,) = checkpoint.mismatches("model", bad, strict=False)
+        assert line.startswith("model")
+        with pytest.raises(InvalidRecordError) as caught:
+            checkpoint.load("model", into=bad, strict=False)
+        assert line in str(caught.value)
+
+
+def test_load_into_names_the_misfits_of_all_records(store: Store) -> None:
+    """One error for all records, before any of them is changed."""
+    open_repo(store).save(1, {"a": {"w": np.ones(9)}, "b": {"v": np.ones(9)}, "c": {"u": np.ones(9)}})
+    target = {"a": {"w": np.zeros(8)}, "b": {"v": np.zeros(9)}, "c": {"x": np.zeros(9)}}
+    with pytest.raises(InvalidRecordError, match=r"(?s)a\.w: .*c\.u: .*c\.x: "):
+        open_repo(store).checkpoint(1).load(into=target)
+    assert not target["b"]["v"].any()
+
+
+def test_a_file_is_no_target(tmp_path: Path, store: Store) -> None:
+    """A file record fits into no state, and says so."""
+    (tmp_path / "f").write_bytes(b"x")
+    with open_repo(store).begin(1) as txn:
+        txn.write_file("f", tmp_path / "f")
+    assert open_repo(store).checkpoint(1).mismatches("f", {}) == ["f: a file in the checkpoint, dict here"]
+    with pytest.raises(ckptstore.RecordNotFoundError):
+        open_repo(store).checkpoint(1).mismatches("g", {})
+
+
 def test_progress(store: Store) -> None:
     """Progress goes from 0 to the size of the state and no further, for saves and loads."""
     state = many_records()
