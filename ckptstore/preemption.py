@@ -7,6 +7,9 @@ thread once more, and now the handler passes it on to whatever handled it before
 The thread is woken by ``signal.set_wakeup_fd`` as well, without the help of the main thread, which may be stuck: in a
 system call on a mount that hangs, or in a collective. If it never comes back, and without us the signal would have
 ended the process, the thread does that.
+
+With ``last_save`` the thread first gives the training the time to come to a border between two steps and save there:
+``due`` says so, and ``end`` ends the wait.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+from ckptstore import patience
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.options import check_flag
 from ckptstore.repository import Repository
 
 log = logging.getLogger("ckptstore")
@@ -36,7 +41,12 @@ MOMENT_SECONDS = 1.0  # that the main thread has at least to end by itself
 _handlers: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 
-def on_preemption(*repos: Repository, grace: float = GRACE, signals: Sequence[int] = (signal.SIGTERM,)) -> Preemption:
+def on_preemption(
+    *repos: Repository,
+    grace: float = GRACE,
+    signals: Sequence[int] = (signal.SIGTERM,),
+    last_save: bool = False,
+) -> Preemption:
     """When the process is told to end, let the saves in flight to ``repos`` end first. Then what was set before acts.
 
     A save that is in flight when the signal comes has ``grace`` seconds, less a quarter of them (at most five) in which
@@ -50,6 +60,8 @@ def on_preemption(*repos: Repository, grace: float = GRACE, signals: Sequence[in
         grace: seconds from the signal until it is passed on at the latest, 0 to a day. Keep it some seconds below what
             the scheduler grants before it kills.
         signals: which signals.
+        last_save: the training goes on meanwhile and looks at ``due`` between two steps: then it saves once more, and
+            says so by ``end``. What it has not saved when the time is up is abandoned, as above.
 
     Returns:
         A handle; as a context manager, or by ``close``, it puts the handlers back that were there before.
@@ -63,15 +75,18 @@ def on_preemption(*repos: Repository, grace: float = GRACE, signals: Sequence[in
         raise InvalidArgumentError(f"grace must be 0 to {MAX_GRACE:.0f} seconds, not {grace!r}")
     if threading.current_thread() is not threading.main_thread():
         raise InvalidArgumentError("on_preemption must be called from the main thread: only that can handle signals")
-    return Preemption(repos, float(grace), signals)
+    return Preemption(repos, float(grace), signals, check_flag("last_save", last_save))
 
 
 class Preemption:
     """The handle of ``on_preemption``: as long as it is open, saves end before the process does."""
 
-    def __init__(self, repos: Sequence[Repository], grace: float, signals: Sequence[int]) -> None:
+    def __init__(self, repos: Sequence[Repository], grace: float, signals: Sequence[int], last_save: bool) -> None:
         self._repos = repos
         self._grace = grace
+        self._last_save = last_save
+        self._through = threading.Event()  # not set: a last save is awaited
+        self._through.set()
         self._requested = False
         self._closed = False
         self._due: int | None = None  # the signal that the handler is to pass on
@@ -99,6 +114,22 @@ class Preemption:
         """Whether the process has been told to end."""
         return self._requested
 
+    @property
+    def due(self) -> bool:
+        """Whether the process was told to end and waits for the last save (``last_save=True``)."""
+        return not self._closed and not self._through.is_set()
+
+    def end(self) -> None:
+        """The last save is made, or under way in the background: pass the signal on as soon as nothing is in flight.
+
+        By default that ends the process, right here. Returns when the handler that was there before has; at once if
+        nothing is ``due``.
+        """
+        if self.due:
+            self._through.set()
+            while not self._closed and not self._passed.wait(patience.TICK_SECONDS):
+                pass
+
     def close(self) -> None:
         """Put the handlers back that were there before, unless others have been set since. May be called twice.
 
@@ -111,6 +142,7 @@ class Preemption:
             raise InvalidArgumentError("a Preemption must be closed in the main thread: only that can handle signals")
         self._closed = True  # from here on the handler passes everything on
         self._restore()
+        self._through.set()
         os.close(self._write)  # ends the thread, which closes the other end
         self._passed.set()  # what is passed on from now on, the handlers of before get at once
 
@@ -188,10 +220,16 @@ class Preemption:
 
     def _preempt(self, number: int) -> None:
         end = time.monotonic() + self._grace
+        last = end - min(self._grace / 4, LAST_SECONDS)
+        self._passed.clear()
+        if self._last_save:
+            self._through.clear()
         self._requested = True
         log.warning("told to end by %s", signal.Signals(number).name)
-        self._finish_or_abandon(end)
-        self._passed.clear()
+        if not self._closed and not self._through.wait(last - time.monotonic()):
+            log.warning("there was no time for a last save")
+        self._through.set()
+        self._finish_or_abandon(last, end)
         self._due = number
         main = threading.main_thread().ident
         assert main is not None
@@ -203,10 +241,9 @@ class Preemption:
         while select.select([self._read], [], [], 0)[0] and os.read(self._read, 4096):
             pass  # our own signal has written here too, and so have those of others meanwhile
 
-    def _finish_or_abandon(self, end: float) -> None:
+    def _finish_or_abandon(self, last: float, end: float) -> None:
         """Wait for what is in flight now; abandon what is not through in time, in what is left of it."""
         begun = [(repo, repo._flights.now()) for repo in self._repos]
-        last = end - min(self._grace / 4, LAST_SECONDS)
         while (left := [repo for repo, flights in begun if flights & repo._flights.now()]) and time.monotonic() < last:
             time.sleep(_POLL)
         threads = [threading.Thread(target=_abandon, args=(repo,), daemon=True) for repo in left]

@@ -181,6 +181,82 @@ def test_a_handler_that_raises(tmp_path: Path, how: str) -> None:
     check(folder, [1], adopted=True)
 
 
+STEPS = """
+preemption = ckptstore.on_preemption(repo, grace=grace, last_save=True)
+say("ready")
+while not preemption.due:
+    time.sleep(0.01)
+say("due", preemption.requested)
+{save}
+say("saved")
+preemption.end()
+say("on")
+"""
+
+
+@pytest.mark.parametrize("save", ["repo.save(2, make_state(2))", "repo.save_async(2, make_state(2))"])
+def test_a_last_save_at_the_next_step(tmp_path: Path, save: str) -> None:
+    """P1: the training comes to the end of its step, saves once more, also in the background, and then dies."""
+    folder = tmp_path / "repo"
+    with running(folder, STEPS.format(save=save)) as process:
+        said, _ = told(process, again=1)
+        assert [word for word in said if word != "ready"] == ["due", "True", "saved"]
+        assert process.returncode == KILLED
+    check(folder, [1, 2])
+
+
+def test_a_last_save_after_the_one_in_flight(tmp_path: Path) -> None:
+    """The save in flight is finished, then there is a last one. Handlers of before that go on are told twice, too."""
+    folder = tmp_path / "repo"
+    program = """
+signal.signal(signal.SIGTERM, lambda number, frame: say("told"))
+with ckptstore.on_preemption(repo, grace=grace, last_save=True) as preemption:
+    preemption.end()  # nothing is due
+    repo.save_async(2, make_state(2))
+    for epoch in (3, 4):
+        while not preemption.due:
+            time.sleep(0.01)
+        hold = 0
+        repo.save(epoch, make_state(epoch))
+        preemption.end()
+        say("on", preemption.due, preemption.requested)
+        if epoch == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+    with running(folder, program) as process:
+        said, _ = told(process)
+        assert process.returncode == 0
+    assert [word for word in said if word != "ready"] == ["told", "on", "False", "True"] * 2
+    check(folder, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("save", ["time.sleep(3600)", "repo.save(2, make_state(2))", "del preemption; sys.exit()"])
+def test_no_time_for_a_last_save(tmp_path: Path, save: str) -> None:
+    """P1, P6: a step or a save that takes longer than the grace, or none at all: the epoch before is latest."""
+    folder = tmp_path / "repo"
+    with running(folder, STEPS.format(save=save), hold=3600, grace=1.5) as process:
+        _, seconds = told(process)
+        assert process.returncode in ((KILLED, 0) if "exit" in save else (KILLED,))
+        assert seconds < SECONDS / 2
+    check(folder, [1], adopted="repo" in save)
+
+
+def test_leaving_the_block_does_not_wait_for_a_last_save(tmp_path: Path) -> None:
+    """Who leaves without one, by an error for instance, gets the signal at once."""
+    folder = tmp_path / "repo"
+    program = """
+say("ready")
+with ckptstore.on_preemption(repo, grace=3600, last_save=True) as preemption:
+    while not preemption.due:
+        time.sleep(0.01)
+time.sleep(3600)
+"""
+    with running(folder, program) as process:
+        told(process)
+        assert process.returncode == KILLED
+    check(folder, [1])
+
+
 @pytest.mark.parametrize("hold", [0.2, 3600.0])
 def test_a_main_thread_that_never_comes_back(tmp_path: Path, hold: float) -> None:
     """P6: stuck in a call that heeds no signals: the save is finished or abandoned, and the process ends anyway."""
@@ -344,6 +420,7 @@ def test_handlers_are_put_back() -> None:
         lambda repo: ckptstore.on_preemption("folder"),  # type: ignore[arg-type]
         lambda repo: ckptstore.on_preemption(repo, grace=-1),
         lambda repo: ckptstore.on_preemption(repo, grace=float("nan")),
+        lambda repo: ckptstore.on_preemption(repo, last_save=1),  # type: ignore[arg-type]
         lambda repo: ckptstore.on_preemption(repo, grace="30"),  # type: ignore[arg-type]
         lambda repo: ckptstore.on_preemption(repo, signals=(signal.SIGKILL,)),
         lambda repo: ckptstore.on_preemption(repo, signals=("TERM",)),  # type: ignore[arg-type]
