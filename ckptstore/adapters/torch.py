@@ -1,0 +1,226 @@
+"""torch: all that the rest of a training depends on, in one object that saves and restores it.
+
+    from ckptstore.adapters.torch import TrainingState
+
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    state.restore(repo)  # the newest epoch that can be resumed from; None if there is none yet
+    ...
+    state.save(repo, state.step)
+
+Each part is a record of its own. A model of a wrapper (DistributedDataParallel, ``torch.compile``) is saved under the
+names that it has without, and tensors come back to the device and into the memory of what they are restored to.
+How to: docs/torch.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ckptstore import Checkpoint, Repository, SaveHandle, on_preemption
+from ckptstore.adapters.torch_loader import ResumableLoader
+from ckptstore.adapters.torch_parts import GlobalRandom, Module, Optimizer, part_of, reordered, whole
+from ckptstore.errors import CorruptionError, EpochNotFoundError, InvalidRecordError, RecordNotFoundError
+
+__all__ = ["ResumableLoader", "TrainingState"]
+
+log = logging.getLogger("ckptstore")
+
+
+class TrainingState:
+    """All that the rest of a training depends on. Each keyword is a part, and a record of that name.
+
+    Args:
+        parts: models, optimizers, and whatever has ``state_dict`` and ``load_state_dict``: schedulers, scalers, data
+            loaders; generators of torch, NumPy and Python. As many of each, under such names, as you like.
+        extra: plain values and arrays of your own; ``.extra`` is that dict, and restored in place.
+        rng: also the global generators of Python, NumPy, torch, and of the devices that the models are on.
+
+    Attributes:
+        step, epoch: counters of yours, saved and restored.
+        unrestored: what the last ``restore(strict=False)`` has left out, a line for each record or path.
+
+    Raises:
+        InvalidArgumentError: a part that cannot be saved, or whose name is taken.
+    """
+
+    def __init__(self, *, extra: dict[str, Any] | None = None, rng: bool = True, **parts: Any) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.extra = {} if extra is None else extra
+        self.unrestored: tuple[str, ...] = ()
+        self._parts = {name: part_of(name, thing) for name, thing in parts.items()}
+        if rng:  # last: whatever else is restored may draw from them
+            models = [part.thing for part in self._parts.values() if isinstance(part, Module)]
+            self._parts["rng"] = GlobalRandom("rng", models)
+        self._passed: set[int] = set()
+        self._saved: int | None = None
+
+    def records(self) -> dict[str, Any]:
+        """What is saved: a state by record name. Tensors are those of the training, not copies.
+
+        Raises:
+            InvalidRecordError: tensors that are spread over several processes (DTensor, FSDP).
+        """
+        progress = {"epoch": self.epoch, "step": self.step, "extra": self.extra, "parameters": self._order()}
+        states = {name: whole(name, part.state()) for name, part in self._parts.items()}
+        return {**states, "progress": {**progress, "rank": _rank()}}
+
+    def save(
+        self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
+    ) -> Checkpoint | Any:
+        """Save all of it as one checkpoint: ``repo.save``, whose arguments, result and errors these are.
+
+        Epochs that ``restore`` has passed by (damaged, or without a part) are replaced when the run gets there again.
+        """
+        saved = repo.save(epoch, self.records(), metadata, replace or epoch in self._passed)
+        self._saved = epoch
+        return saved
+
+    def save_async(
+        self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
+    ) -> SaveHandle:
+        """The same in the background: ``repo.save_async``. Go on training as soon as it returns."""
+        handle = repo.save_async(epoch, self.records(), metadata, replace or epoch in self._passed)
+        self._saved = epoch
+        return handle
+
+    def restore(self, repo: Repository, epoch: int | None = None, *, strict: bool = True) -> Checkpoint | None:
+        """Bring everything back, in place; None if nothing was saved yet, and nothing is changed.
+
+        Args:
+            epoch: which; by default the newest intact one that has all parts (of this run, if ``repo`` has a run_id).
+            strict: False leaves parts, parameters and buffers that only one side has as they are (``unrestored``).
+                Shapes, element types and the parameters of optimizers have to fit all the same.
+
+        Raises:
+            InvalidRecordError: what does not fit, each path of all parts; nothing was changed.
+            RecordNotFoundError: there are epochs, and none has all parts.
+            CorruptionError: no epoch is intact. If bytes turned out wrong amid the load, parts may be changed already.
+            EpochNotFoundError, StoreError: as ``repo.checkpoint`` and ``repo.latest``.
+        """
+        found = repo.checkpoint(epoch) if epoch is not None else self._newest(repo, strict)
+        if found is None:
+            return None
+        try:
+            self._load(found, strict)
+        except CorruptionError:
+            found = self._newest(repo, strict, deep=True) if epoch is None else None
+            if found is None:
+                raise
+            self._load(found, strict)
+        self._passed = self._passed_by(repo, found) if epoch is None else set()
+        return found
+
+    @contextmanager
+    def preemption(
+        self, repo: Repository, grace: float = 30.0, signals: Sequence[int] = (signal.SIGTERM,)
+    ) -> Iterator[Any]:
+        """Save once more when the process is told to end: call what this gives at the end of each step.
+
+            with state.preemption(repo, grace=30) as border:
+                for batch in loader:
+                    ...
+                    border(state.step)
+
+        When a signal has come, ``border(epoch)`` saves under that number, unless that is saved already, and passes the
+        signal on: by default the process ends there. All of it within ``grace`` seconds: see ``on_preemption``.
+        """
+        with on_preemption(repo, grace=grace, signals=signals, last_save=True) as told:
+
+            def border(epoch: int, metadata: Mapping[str, Any] | None = None) -> None:
+                if told.due:
+                    try:
+                        if epoch != self._saved:
+                            self.save(repo, epoch, metadata)
+                    except Exception:
+                        log.exception("the last save, of epoch %d, failed", epoch)
+                    finally:
+                        told.end()
+
+            yield border
+
+    # ---- inside --------------------------------------------------------------------------------------------
+
+    @property
+    def _names(self) -> list[str]:
+        return [*self._parts, "progress"]
+
+    def _order(self) -> dict[str, list[list[str]]]:
+        """The names of each optimizer's parameters, by group: what its numbers stand for."""
+        names: dict[int, str] = {}
+        for part in self._parts.values():
+            if isinstance(part, Module):
+                names |= {number: f"{part.name}.{key}" for number, key in part.parameters().items()}
+        return {name: part.order(names) for name, part in self._parts.items() if isinstance(part, Optimizer)}
+
+    def _newest(self, repo: Repository, strict: bool, deep: bool = False) -> Checkpoint | None:
+        run = repo.run_id or None
+        found = repo.latest(deep, run_id=run, need=self._names if strict else ())
+        other = repo.latest(run_id=run) if found is None and strict else None
+        if other is not None:
+            raise RecordNotFoundError(
+                f"no epoch in {repo.url} has all records of this state; the newest, {other.epoch}, lacks "
+                f"{[n for n in self._names if n not in other.records]}: strict=False restores what there is",
+                epoch=other.epoch,
+            )
+        return found
+
+    def _passed_by(self, repo: Repository, found: Checkpoint) -> set[int]:
+        """Newer epochs of the run that are damaged or lack a part: the run comes to them again."""
+        passed = {skipped.epoch for skipped in found.skipped}
+        for epoch in repo.epochs():
+            if epoch > found.epoch and epoch not in passed:
+                with suppress(EpochNotFoundError, CorruptionError):  # it went away meanwhile
+                    newer = repo.checkpoint(epoch)
+                    if newer.run_id == found.run_id and not newer.records.keys() >= set(self._names):
+                        passed.add(epoch)
+        return passed
+
+    def _load(self, checkpoint: Checkpoint, strict: bool) -> None:
+        """Look at everything first, then load it, all in one go."""
+        have = checkpoint.records
+        aside = [f"{name}: missing in the checkpoint" for name in self._names if name not in have]
+        aside += [f"{name}: only in the checkpoint" for name in have if name not in self._names]
+        misfits: list[str] = []
+        progress = checkpoint.load("progress") if "progress" in have else {}
+        for name, now in self._order().items():
+            misfits += reordered(name, progress.get("parameters", {}).get(name, now), now)
+        into: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            if name in have:
+                into[name] = whole(name, part.target(checkpoint))
+                if into[name] is not None:
+                    bad = dict.fromkeys(checkpoint.mismatches(name, into[name], strict=False))
+                    misfits += bad
+                    aside += [line for line in checkpoint.mismatches(name, into[name]) if line not in bad]
+        if misfits or (strict and aside):
+            lines = "\n  ".join([*misfits, *(aside if strict else ())])
+            what = f"epoch {checkpoint.epoch} does not fit into this state, and nothing was changed"
+            raise InvalidRecordError(f"{what}:\n  {lines}", epoch=checkpoint.epoch)
+        self._apply(checkpoint.load(into=into, strict=False), progress)
+        self.unrestored = tuple(aside)
+        for line in aside:
+            log.warning("restored without %s", line)
+
+    def _apply(self, loaded: dict[str, Any], progress: dict[str, Any]) -> None:
+        self.step, self.epoch = progress.get("step", self.step), progress.get("epoch", self.epoch)
+        if "extra" in progress:
+            self.extra.clear()
+            self.extra.update(progress["extra"])
+        if "rng" in loaded and progress.get("rank", 0) != _rank():
+            log.warning("the random numbers were those of rank %d: this rank keeps its own", progress.get("rank", 0))
+            del loaded["rng"]
+        for name, part in self._parts.items():
+            if name in loaded:
+                part.apply(loaded[name])
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
