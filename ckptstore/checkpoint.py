@@ -189,6 +189,19 @@ class Checkpoint:
                 return [f"{name}: a file in the checkpoint, {type(state).__name__} here"]
             return mismatches(index.skeleton, array_specs(index, entry.key), state, name, strict=strict)
 
+    def structure(self, name: str) -> Any:
+        """A record as ``load`` gives it, with an ``ArraySpec`` (dtype, shape, nbytes) for each array: none is read.
+
+        Raises:
+            RecordNotFoundError, CorruptionError, EpochNotFoundError: as ``load``.
+        """
+        entry = self._entry(name)
+        with self._reading():
+            index = self._index(entry)
+            specs = array_specs(index, entry.key)
+            skeleton = index.skeleton if entry.kind != "file" else {"array": 0}
+            return unflatten(skeleton, specs.__getitem__, len(specs))
+
     def read_file(self, name: str, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
         """Write the bytes of a file record to ``path``: complete and verified, or ``path`` stays as it was.
 

@@ -276,6 +276,8 @@ def _refusal(value: object) -> str:
     for base in (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex):
         if isinstance(value, base):
             return f"{name} is a subclass of {base.__name__}: convert it to {base.__name__}"
+    if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
+        return f"{name} belongs to JAX: save what ckptstore.adapters.jax.to_state() makes of the whole state"
     if hasattr(value, "__code__") or hasattr(value, "__func__"):
         return f"a {name} is code, and only data is stored"
     return f"objects of type {name} cannot be stored"

@@ -614,6 +614,32 @@ def many_records() -> dict[str, dict[str, Any]]:
     }
 
 
+def test_structure_of_a_record(tmp_path: Path) -> None:
+    """Types and shapes of all arrays are known without reading one; tied arrays are the same one."""
+    tied = np.zeros((2, 3), "f2")
+    state = {"a": [tied, (tied, None)], "n": 2**70, "long": bytes(2000), "e": np.empty(0, "u1")}
+    (tmp_path / "file").write_bytes(b"content")
+    with ckptstore.open(tmp_path / "run") as repository:
+        with repository.begin(1) as txn:
+            txn.write("state", state)
+            txn.write_file("file", tmp_path / "file")
+        checkpoint = repository.checkpoint(1)
+        for path in (tmp_path / "run").rglob("chunks/*"):
+            path.unlink()
+        found = checkpoint.structure("state")
+        half, long, empty = found["a"][0], found["long"], found["e"]
+        assert found == {"a": [half, (half, None)], "n": 2**70, "long": long, "e": empty}
+        assert found["a"][1][0] is half
+        assert [(s.kind, s.dtype, s.shape, s.nbytes) for s in (half, long, empty)] == [
+            ("numpy", "float16", (2, 3), 12),
+            ("bytes", "uint8", (2000,), 2000),
+            ("numpy", "uint8", (0,), 0),
+        ]
+        assert (checkpoint.structure("file").kind, checkpoint.structure("file").shape) == ("bytes", (7,))
+        with pytest.raises(ckptstore.RecordNotFoundError):
+            checkpoint.structure("other")
+
+
 def test_one_record_reads_only_its_chunks(store: Store) -> None:
     """Loading one record reads no byte of another."""
     state = many_records()

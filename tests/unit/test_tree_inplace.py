@@ -180,6 +180,16 @@ def test_read_only_targets_are_refused_before_anything_is_written() -> None:
     assert set(problems({"a": np.ones(2), "b": np.ones(2)}, {"a": np.zeros(2), "b": frozen})) == {"r.b"}
 
 
+def test_arrays_without_elements_fit() -> None:
+    """Steps of an empty array are 0 or anything: they do not make it an expanded view."""
+    state, target = {"e": np.zeros((0, 3))}, {"e": np.empty((0, 3))}
+    assert set(target["e"].strides) == {0}
+    assert load_into(state, target) is target
+    row = np.broadcast_to(np.zeros(1), (3,)).view()
+    row.flags.writeable = True
+    assert set(problems({"e": np.zeros(3)}, {"e": row})) == {"r.e"}
+
+
 def test_part_of_a_checkpoint_into_a_whole_state() -> None:
     """What pruning left out stays as it is in the target, in lists and tuples too."""
     state = {"a": np.ones(2), "b": np.ones(2) * 2, "l": [np.ones(1), np.ones(1) * 2], "t": (3, np.ones(1))}

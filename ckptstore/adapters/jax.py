@@ -1,0 +1,259 @@
+"""JAX: any pytree to a state that a checkpoint can hold, and back onto the devices.
+
+``repo.save(step, to_state({"params": params, "opt_state": opt_state}))`` saves, ``restore(ckpt, like=...)`` gives the
+same pytree again, each array on the devices and with the sharding that ``like`` has there. Containers are stored as
+data: dicts, lists and tuples as they are, every other node (named tuples, flax and chex dataclasses, whatever is
+registered with JAX) as a dict by the names of its children. What makes them Python objects again, with their static
+fields, is ``like``: no code is on the store.
+
+Arrays keep bits, dtype, shape and ``weak_type``. A sharded array is saved by the shards that this process has, of each
+replicated one once; and what is loaded is only what the devices of this process are to have, whatever the sharding was
+when it was saved.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax import tree_util
+
+from ckptstore import dtypes
+from ckptstore.arrays import ArraySpec
+from ckptstore.checkpoint import Checkpoint
+from ckptstore.errors import InvalidArgumentError, InvalidRecordError
+from ckptstore.inplace import MAX_LISTED
+from ckptstore.skeleton import MAX_DEPTH, join
+
+__all__ = ["restore", "to_state"]
+
+IMPL, DATA = "prng_impl", "key_data"  # of an array of typed PRNG keys: a dict with these two
+WEAK = "weak_type"  # of a weakly typed array: a dict with this one
+SCALARS = (bool, int, float, complex, np.generic)
+_ZEROS = {"i": 0, "f": 0.0, "c": 0j}
+"""Python's scalars, by the kind of the arrays that JAX makes of them: weakly typed ones."""
+
+Finish = Callable[[Any], Any]
+
+
+# ---------------------------------------------------------------- to save
+
+
+def to_state(tree: Any) -> Any:
+    """A pytree as dicts, lists and tuples with arrays in host memory, to be given to ``save`` or ``save_async``.
+
+    All transfers from devices are begun before the first is waited for. On the CPU nothing is copied. Arrays of typed
+    PRNG keys become ``{"prng_impl": name, "key_data": array}``, weakly typed arrays ``{"weak_type": array}``.
+
+    Raises:
+        InvalidRecordError: an array was deleted (donated), is being traced, or could not be made again.
+    """
+    _plain(tree, "", _start_transfer, 0)
+    return _plain(tree, "", _stored, 0)
+
+
+def _plain(value: Any, path: str, leaf: Callable[[Any, str], Any], depth: int) -> Any:
+    if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer) or value.is_deleted():
+            what = "is being traced: call it outside of jit" if isinstance(value, jax.core.Tracer) else "was deleted"
+            raise InvalidRecordError(f"{path or 'state'}: the array {what}")
+        return leaf(value, path)
+    children = _children(value)
+    if children is None:
+        return value
+    if depth > MAX_DEPTH:
+        raise InvalidRecordError(f"{path[:200]}: nested deeper than {MAX_DEPTH} levels")
+    return _filled(value, {k: _plain(child, join(path, k), leaf, depth + 1) for k, child in children.items()})
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """What is right below a node of a pytree, by key, in the order in which JAX puts it together; None for a leaf."""
+    if value is None or isinstance(value, (*SCALARS, str, np.ndarray)):
+        return None
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return dict(value)
+    if type(value) in (list, tuple):
+        return dict(enumerate(value))
+    found, _ = tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if found and found[0][0] == ():
+        return None
+    keys = [_name(path[0]) for path, _ in found]
+    if len(set(keys)) < len(keys):
+        keys = list(range(len(keys)))
+    return {key: child for key, (_, child) in zip(keys, found, strict=True)}
+
+
+def _name(key: Any) -> Any:
+    return next((getattr(key, name) for name in ("name", "key", "idx") if hasattr(key, name)), str(key))
+
+
+def _filled(like: Any, children: dict[Any, Any]) -> Any:
+    """A container of data for these children of a node."""
+    if type(like) in (list, tuple):
+        return type(like)(children.values())
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, children)
+    return OrderedDict(children) if type(like) is OrderedDict else children
+
+
+def _start_transfer(array: Any, path: str) -> None:
+    array.copy_to_host_async()
+
+
+def _stored(array: Any, path: str) -> Any:
+    """What stands for an array of JAX in a state."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(array)
+        if not isinstance(impl, str):
+            raise InvalidRecordError(f"{path}: PRNG keys of an implementation without a name ({impl})")
+        return {IMPL: impl, DATA: _on_host(jax.random.key_data(array))}
+    if not array.weak_type:
+        return _on_host(array)
+    if _weak_dtype(array.dtype) != array.dtype:
+        raise InvalidRecordError(f"{path}: JAX has no way to make a weakly typed {array.dtype} again: use .astype")
+    return {WEAK: _on_host(array)}
+
+
+def _on_host(array: Any) -> Any:
+    return np.asarray(array)
+
+
+def _weak_dtype(dtype: Any) -> Any:
+    """The type of what JAX makes of a Python scalar of that kind; None if there is none."""
+    zero = _ZEROS.get(np.dtype(dtype).kind)
+    return None if zero is None else jnp.asarray(zero).dtype
+
+
+# ---------------------------------------------------------------- to load
+
+
+def restore(ckpt: Checkpoint, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Records of a checkpoint as pytrees on devices.
+
+    Args:
+        ckpt: what ``latest()`` or ``checkpoint()`` gave.
+        like: for each record that is wanted a pytree of the structure that was saved: a fresh state, or what
+            ``jax.eval_shape`` gives. A ``jax.Array`` and a ``jax.ShapeDtypeStruct`` tell where the array is to be (a
+            ShapeDtypeStruct without a sharding: on the default device), a NumPy array that it is to stay one; a plain
+            value takes whatever plain value or scalar array was saved. None of them is changed.
+
+    Raises:
+        InvalidRecordError: the checkpoint has another structure, shape or dtype; the message lists the paths.
+        RecordNotFoundError, CorruptionError, EpochNotFoundError: as ``Checkpoint.load``.
+    """
+    if not isinstance(like, Mapping):
+        raise InvalidArgumentError(f"like must be a dict of records, not {type(like).__name__}")
+    found = {}
+    for name, tree in like.items():
+        matcher = _Matcher()
+        into, finish = matcher.walk(ckpt.structure(name), tree, name)
+        if matcher.problems:
+            lines = matcher.problems[:MAX_LISTED]
+            if len(matcher.problems) > MAX_LISTED:
+                lines.append(f"... and {len(matcher.problems) - MAX_LISTED} more")
+            raise InvalidRecordError("the checkpoint does not fit into this pytree:\n  " + "\n  ".join(lines))
+        found[name] = finish(ckpt.load(name, into=into))
+    return found
+
+
+class _Matcher:
+    """Compares what is stored with ``like``, and says where each array goes and what is made of it then."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def walk(self, stored: Any, like: Any, path: str) -> tuple[Any, Finish]:
+        """What to load a part of a record into, and what makes that part of the pytree of what was loaded."""
+        children = _children(like)
+        if children is not None:
+            return self._node(stored, like, children, path)
+        if isinstance(stored, ArraySpec) and stored.kind not in ("bytes", "bytearray"):
+            return self._array(stored, like, path)
+        if isinstance(stored, dict) and isinstance(stored.get(WEAK), ArraySpec) and len(stored) == 1:
+            into, finish = self._array(stored[WEAK], like, path)
+            return {WEAK: into}, lambda loaded: _weakened(finish(loaded[WEAK]))
+        if isinstance(stored, dict) and stored.keys() == {IMPL, DATA} and isinstance(stored[DATA], ArraySpec):
+            return self._keys(stored[IMPL], stored[DATA], like, path)
+        same = (stored is None) == (like is None)
+        if isinstance(stored, (dict, list, tuple)) or not same or (_is_array(like) and not isinstance(stored, SCALARS)):
+            return self._differ(_kind(stored), _kind(like), path)
+        return stored, lambda loaded: loaded
+
+    def _differ(self, there: str, here: str, path: str) -> tuple[Any, Finish]:
+        self.problems.append(f"{path}: {there} in the checkpoint, {here} here")
+        return None, lambda loaded: None
+
+    def _node(self, stored: Any, like: Any, children: dict[Any, Any], path: str) -> tuple[Any, Finish]:
+        wanted = type(like) if type(like) in (list, tuple) else dict
+        if not (isinstance(stored, dict) if wanted is dict else type(stored) is wanted):
+            return self._differ(_kind(stored), _kind(like), path)
+        there = stored if wanted is dict else dict(enumerate(stored))
+        self.problems += [f"{join(path, k)}: only in the checkpoint, missing here" for k in there if k not in children]
+        self.problems += [f"{join(path, k)}: not in the checkpoint" for k in children if k not in there]
+        plans = {k: self.walk(there[k], child, join(path, k)) for k, child in children.items() if k in there}
+
+        def finish(loaded: Any) -> Any:
+            values = {key: plan[1](loaded[key]) for key, plan in plans.items()}
+            if type(like) in (dict, list, tuple, OrderedDict, defaultdict):
+                return _filled(like, values)
+            return tree_util.tree_structure(like, is_leaf=lambda part: part is not like).unflatten(values.values())
+
+        return _filled(stored, {key: plan[0] for key, plan in plans.items()}), finish
+
+    def _array(self, spec: ArraySpec, like: Any, path: str) -> tuple[Any, Finish]:
+        if not _is_array(like) and not (isinstance(like, SCALARS) and spec.shape == ()):
+            return self._differ(_kind(spec), _kind(like), path)
+        if _is_array(like) and _kind(spec) != _kind(like):
+            return self._differ(_kind(spec), _kind(like), path)
+        if isinstance(like, np.ndarray):
+            return np.empty(spec.shape, dtypes.numpy_dtype(spec.dtype)), lambda loaded: loaded
+        return self._on_devices(spec, _sharding(like), path)
+
+    def _keys(self, impl: str, spec: ArraySpec, like: Any, path: str) -> tuple[Any, Finish]:
+        try:
+            dtype = jax.random.key(0, impl=impl).dtype
+        except ValueError:
+            dtype = None
+        shape = spec.shape[:-1]
+        if dtype is None or not _is_array(like) or like.dtype != dtype or like.shape != shape:
+            return self._differ(f"PRNG keys of {impl} {list(shape)}", _kind(like), path)
+        data = jax.random.key_data(like) if isinstance(like, jax.Array) else like
+        into, finish = self._on_devices(spec, _sharding(data), path)
+        return {IMPL: impl, DATA: into}, lambda loaded: jax.random.wrap_key_data(finish(loaded[DATA]), impl=impl)
+
+    def _on_devices(self, spec: ArraySpec, sharding: Any, path: str) -> tuple[Any, Finish]:
+        dtype = dtypes.numpy_dtype(spec.dtype)
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            return self._differ(_kind(spec), "no 64 bits (jax_enable_x64 is off)", path)
+        return np.empty(spec.shape, dtype), lambda loaded: jax.device_put(loaded, sharding)
+
+
+def _is_array(like: Any) -> bool:
+    return isinstance(like, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))
+
+
+def _kind(value: Any) -> str:
+    """A value in words, for people and to compare arrays."""
+    if isinstance(value, ArraySpec):
+        return f"{value.dtype} {list(value.shape)}"
+    if not _is_array(value):
+        return type(value).__name__
+    keys = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    name = None if keys else dtypes.numpy_name(np.dtype(value.dtype))
+    return f"{name or value.dtype} {list(value.shape)}"
+
+
+def _sharding(like: Any) -> Any:
+    """Where an array is to be; None for the default device, to be moved wherever it is used (uncommitted)."""
+    return like.sharding if isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False) else None
+
+
+def _weakened(array: Any) -> Any:
+    """The same bits, weakly typed as results of Python scalars are: what is set into a weak array becomes weak."""
+    zero = _ZEROS[array.dtype.kind]
+    weaken = jax.jit(lambda value: jnp.broadcast_to(jnp.asarray(zero), value.shape).at[...].set(value))
+    return weaken(array)
