@@ -27,6 +27,7 @@ from ckptstore.arrays import ArraySpec
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidArgumentError, InvalidRecordError
 from ckptstore.inplace import MAX_LISTED
+from ckptstore.shards import ShardedArray
 from ckptstore.skeleton import MAX_DEPTH, join
 
 __all__ = ["restore", "to_state"]
@@ -119,7 +120,18 @@ def _stored(array: Any, path: str) -> Any:
 
 
 def _on_host(array: Any) -> Any:
-    return np.asarray(array)
+    """The array, if this process has all of it on each of its devices; else its shards here, a replicated one once."""
+    if array.is_fully_addressable and array.is_fully_replicated:
+        return np.asarray(array)
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    pieces = [(_box(shard.index, array.shape)[0], np.asarray(shard.data)) for shard in shards]
+    return ShardedArray(array.shape, array.dtype, pieces)
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of what an index of JAX's selects."""
+    ranges = [part.indices(length) for part, length in zip(index, shape, strict=True)]
+    return tuple(start for start, _, _ in ranges), tuple(stop - start for start, stop, _ in ranges)
 
 
 def _weak_dtype(dtype: Any) -> Any:
@@ -229,7 +241,19 @@ class _Matcher:
         dtype = dtypes.numpy_dtype(spec.dtype)
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             return self._differ(_kind(spec), "no 64 bits (jax_enable_x64 is off)", path)
-        return np.empty(spec.shape, dtype), lambda loaded: jax.device_put(loaded, sharding)
+        if sharding is None:
+            return np.empty(spec.shape, dtype), jax.device_put
+        boxes = {d: _box(i, spec.shape) for d, i in sharding.addressable_devices_indices_map(spec.shape).items()}
+        memory = {box: np.empty(box[1], dtype) for box in boxes.values()}  # of what several devices have, one
+        where = [(jax.sharding.SingleDeviceSharding(d, memory_kind=sharding.memory_kind), b) for d, b in boxes.items()]
+
+        def finish(loaded: Any) -> Any:
+            parts = [jax.device_put(memory[box], device) for device, box in where]
+            return jax.make_array_from_single_device_arrays(spec.shape, sharding, parts, dtype=dtype)
+
+        whole = memory.get(((0,) * len(spec.shape), spec.shape))
+        pieces = [(offset, array) for (offset, _), array in memory.items()]
+        return ShardedArray(spec.shape, spec.dtype, pieces) if whole is None else whole, finish
 
 
 def _is_array(like: Any) -> bool:
@@ -255,5 +279,9 @@ def _sharding(like: Any) -> Any:
 def _weakened(array: Any) -> Any:
     """The same bits, weakly typed as results of Python scalars are: what is set into a weak array becomes weak."""
     zero = _ZEROS[array.dtype.kind]
-    weaken = jax.jit(lambda value: jnp.broadcast_to(jnp.asarray(zero), value.shape).at[...].set(value))
-    return weaken(array)
+
+    def weaken(value: Any) -> Any:
+        weak = jnp.broadcast_to(jnp.asarray(zero), value.shape)
+        return weak.at[...].set(value, out_sharding=jax.typeof(value).sharding)
+
+    return jax.jit(weaken, out_shardings=array.sharding if array.committed else None)(array)
