@@ -113,20 +113,20 @@ def test_a_single_device_takes_what_many_had(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "run") as repository:
         many = repository.save(1, to_state({"s": {"w": jax.device_put(values, place("8", ("x",)))}}))
         one = repository.save(2, {"s": {"w": values}})
-    wanted = {
+    wanted: dict[str, Any] = {
         "numpy": np.zeros_like(values),
         "device": jax.device_put(np.zeros_like(values), jax.devices()[3]),
         "default": jax.ShapeDtypeStruct(values.shape, values.dtype),
         "mesh": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=place("4x2", ("y", "x"))),
     }
     for checkpoint, (name, like) in itertools.product((many, one), wanted.items()):
-        found = restore(checkpoint, {"s": {"w": like}})["s"]["w"]
+        found: Any = restore(checkpoint, {"s": {"w": like}})["s"]["w"]
         assert np.asarray(found).tobytes() == values.tobytes()
         assert isinstance(found, np.ndarray if name == "numpy" else jax.Array)
         if name in ("device", "mesh"):
-            assert found.sharding == like.sharding
+            assert getattr(found, "sharding", None) == like.sharding
         elif name == "default":
-            assert not found.committed
+            assert getattr(found, "committed", None) is False
 
 
 def test_what_a_step_compiles_for_is_what_it_gets_again(tmp_path: Path) -> None:
