@@ -24,7 +24,7 @@ import ckptstore
 from ckptstore.adapters.torch import ResumableLoader, TrainingState
 
 
-class Spirals(torch.utils.data.Dataset):  # type: ignore[misc]
+class Spirals(torch.utils.data.Dataset):  # type: ignore[misc,unused-ignore]
     """Points on three spirals, each with a little noise that differs from epoch to epoch."""
 
     def __len__(self) -> int:
