@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # all installs go into one environment
 .PHONY: help demo test lint bench clean
-.PHONY: bench-full torture
+.PHONY: bench-full torture docs
 .PHONY: frameworks test-adapters
 
 help: ## list the targets
@@ -51,8 +51,11 @@ bench-full: $(VENV)/.bench ## the same with all states, sizes and rivals: some t
 torture: $(VENV)/.test ## kill, race, damage and starve it for half an hour: "lost: 0" (TORTURE_ARGS="--profile ci")
 	$(BIN)/python -m tests.torture $(TORTURE_ARGS)
 
+docs: $(VENV)/.docs ## build the site: open site/index.html
+	$(BIN)/zensical build --strict
+
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/.cache
+	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/.cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -63,6 +66,6 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable .
 	@touch $@
 
-$(VENV)/.test $(VENV)/.bench $(VENV)/.adapters: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.test $(VENV)/.bench $(VENV)/.adaptersdocs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable '.[$*]'
 	@touch $@

@@ -113,7 +113,8 @@ class Caring:
         indexes are read each time. Several at once do no harm.
 
         Args:
-            max_bytes, max_seconds: read no more chunks than this, as stored; one in any case.
+            max_bytes: read no more of chunks than this, as stored; one chunk in any case.
+            max_seconds: begin with no chunk after this; one in any case.
             older_than: leave out what was checked less than so many seconds ago.
             limit: bytes a second that are read, on average.
             quarantine: set aside epochs that are damaged.

@@ -109,6 +109,160 @@ class Repository(Removing, Caring, Preflights, Saving, Tiers, Portable):
         """The name of the run that saves here; empty if it has none."""
         return self._fence.run
 
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        epoch: int,
+        records: Mapping[str, object],
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> Checkpoint | Any:
+        """Save a checkpoint: all records, durably, or nothing.
+
+        Args:
+            epoch: an epoch or step number, 0 to 2**63 - 1.
+            records: a state by record name, e.g. ``{"model": model.state_dict(), ...}``.
+            metadata: plain values about it, e.g. metrics. Stored in the manifest, returned exactly.
+            replace: an existing epoch is replaced; its old content stays until the new one is committed.
+            progress: called with ``(bytes done, bytes in all)``, from worker threads.
+
+        Returns:
+            The committed checkpoint; its ``report`` tells what was moved. With ``on_error="warn"`` None, if it failed.
+
+        Raises:
+            InvalidRecordError: something cannot be stored exactly. Raised before anything is written.
+            EpochExistsError: the epoch is committed already, or another writer was first.
+            FencedError: another process has taken the run over (``run_id``).
+            StoreError: the store failed; every earlier epoch is as it was, and the save can be called again.
+            TransactionError: the attempt was cut off; save again.
+        """
+        begun = time.perf_counter()
+        options.check_flag("replace", replace)
+        number, skeleton = check_epoch(epoch), options.check_metadata(metadata)
+        Meter(progress, 0)  # refuses what cannot be called
+        states, left_out = options.due(options.check_records(records), self._every, number)
+        self._background.settle()
+        flats = options.flatten_all(states)
+
+        def attempt(begin: Begin) -> Checkpoint:
+            with begin(options.bytes_of(flats), lambda: None) as txn:
+                for name, state in states.items():
+                    txn.write_flat(name, flats[name], live=state)
+                checkpoint: Checkpoint = txn.commit()
+            return checkpoint
+
+        with self._flights.call():
+            outcome = self._save(Work(number, skeleton, replace, progress, flats, attempt, left_out, begun))
+        return outcome if isinstance(outcome, Checkpoint) else None
+
+    def save_async(
+        self,
+        epoch: int,
+        records: Mapping[str, object],
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+        when_busy: options.WhenBusy = "wait",
+    ) -> SaveHandle:
+        """Save a checkpoint in the background: returns when the state is copied, and you may change it.
+
+        The memory of the copy is allocated by the first call and used again until ``close``. An error is raised by
+        ``result()``; if nobody asks, by the next save (which then has not happened) or by ``close``.
+
+        Args:
+            epoch: as for ``save``.
+            records: as for ``save``.
+            metadata: as for ``save``.
+            replace: as for ``save``.
+            progress: as for ``save``.
+            when_busy: while an earlier one is in flight "wait" for it, "skip" this one (the handle says ``skipped``),
+                or raise an "error".
+
+        Raises:
+            InvalidRecordError, InvalidArgumentError: as for ``save``.
+            BusyError: an earlier one is in flight, and ``when_busy`` is "error".
+            Exception: that of an earlier background save, if nobody has asked for it.
+        """
+        begun = time.perf_counter()
+        options.check_when_busy(when_busy)
+        options.check_flag("replace", replace)
+        number = check_epoch(epoch)
+        states, left_out = options.due(options.check_records(records), self._every, number)
+        skeleton = options.check_metadata(metadata)
+
+        Meter(progress, 0)
+
+        def save(flats: dict[str, FlatState], attempt: Attempt) -> Checkpoint | Exception:
+            held = time.perf_counter() - begun  # until now: the trainer goes on as this thread begins
+            work = Work(number, skeleton, replace, progress, flats, attempt, left_out, begun, held)
+            return self._save(work, self._background_cores)
+
+        handle = self._background.save(number, lambda: options.flatten_all(states), save, when_busy)
+        if handle.skipped:
+            self._events.tell(events.SaveSkipped, epoch=number)
+        return handle
+
+    def _save(self, work: Work, cores: int | None = None) -> Checkpoint | Exception:
+        """See a save through. An error in place of the checkpoint was forgiven."""
+
+        watch = SaveWatch(self._events, work.epoch, options.bytes_of(work.flats), work.begun, work.held)
+
+        def begin(total: int, told: Told) -> Transaction:
+            meter = Meter(work.progress, total)
+            return self._begin(work.epoch, work.metadata, work.replace, meter, watch, cores, told, work.left_out)
+
+        return self._rescue.save(begin, work, watch.failed)
+
+    def begin(
+        self,
+        epoch: int,
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        *,
+        progress: Progress | None = None,
+        total: int = 0,
+    ) -> Transaction:
+        """Begin a checkpoint that is written record by record.
+
+        Use it as a context manager: leaving the block commits, an exception aborts. ``progress`` is called with
+        ``(bytes done, total)``; ``total`` is yours to give, because the records are not known yet.
+
+        Raises:
+            EpochExistsError, InvalidArgumentError, InvalidRecordError, StoreError: before anything was committed.
+        """
+        number = check_epoch(epoch)
+        skeleton = options.check_metadata(metadata)
+        self._background.settle()
+        meter = Meter(progress, total)
+        watch = SaveWatch(self._events, number, 0, time.perf_counter())
+        return self._rescue.begin(lambda: self._begin(number, skeleton, replace, meter, watch), watch.failed)
+
+    def _begin(
+        self,
+        epoch: int,
+        metadata: Any,
+        replace: bool,
+        meter: Meter,
+        watch: SaveWatch,
+        cores: int | None = None,
+        told: Told = lambda: None,
+        left_out: Mapping[str, str] = MappingProxyType({}),
+    ) -> Transaction:
+        options.check_flag("replace", replace)
+        if not self._has_saved:
+            self._foundation.require(restore=True)
+        self._foundation.prepare_to_write()
+        commits = self._fence.enter()
+        if not commits and self._has_saved:  # a listing with commits shows as well that the place has not vanished
+            self._foundation.require(restore=True)
+        form = self._chunk_size, self._codec, self.id, self._fence
+        plan = Plan(epoch, metadata, replace, *form, cores, self._pace, left_out)
+        txn = Transaction(self._catalog, plan, commits, partial(self._committed, told, watch), meter)
+        self._flights.add(txn)
+        return txn
+
     # ---- reading -------------------------------------------------------------------------------------------
 
     def latest(

@@ -121,7 +121,13 @@ def import_files(
     Args:
         path: a folder, or one file.
         epoch: only this one; of a file: the number to import it as, by default that in its name.
-        layout, pattern, need, replace, accept_unproven, on_finding, progress: as for ``watch``.
+        layout: as for ``watch``.
+        pattern: as for ``watch``.
+        need: as for ``watch``.
+        replace: as for ``watch``.
+        accept_unproven: as for ``watch``.
+        on_finding: as for ``watch``.
+        progress: as for ``watch``.
         dry_run: only say what would be done: kind "due".
         arrays: store what is in the files (torch, safetensors, npz, as ``formats.read`` reads them) and not the files:
             then it can be loaded in parts and compared, but not be put back bit for bit.
