@@ -66,6 +66,6 @@ $(VENV)/.core: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable .
 	@touch $@
 
-$(VENV)/.test $(VENV)/.bench $(VENV)/.adaptersdocs: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.test $(VENV)/.bench $(VENV)/.adapters $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --editable '.[$*]'
 	@touch $@

@@ -69,7 +69,10 @@ class Saving(Gathered):
             metadata: plain values about it, e.g. metrics. Stored in the manifest, returned exactly.
             replace: an existing epoch is replaced; its old content stays until the new one is committed.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
-            rank, world_size, group, timeout: as for ``begin``; each rank gives its own ``records``, maybe none.
+            rank: as for ``begin``; each rank gives its own ``records``, maybe none.
+            world_size: as for ``begin``; each rank gives its own ``records``, maybe none.
+            group: as for ``begin``; each rank gives its own ``records``, maybe none.
+            timeout: as for ``begin``; each rank gives its own ``records``, maybe none.
 
         Returns:
             The committed checkpoint; its ``report`` tells what was moved. With ``on_error="warn"`` None, if it failed.
@@ -125,10 +128,17 @@ class Saving(Gathered):
         ``result()``; if nobody asks, by the next save (which then has not happened) or by ``close``.
 
         Args:
-            epoch, records, metadata, replace, progress: as for ``save``.
+            epoch: as for ``save``.
+            records: as for ``save``.
+            metadata: as for ``save``.
+            replace: as for ``save``.
+            progress: as for ``save``.
             when_busy: while an earlier one is in flight "wait" for it, "skip" this one (the handle says ``skipped``),
                 or raise an "error".
-            rank, world_size, group, timeout: as for ``save``; then ``when_busy`` must be "wait", on all ranks.
+            rank: as for ``save``; then ``when_busy`` must be "wait", on all ranks.
+            world_size: as for ``save``; then ``when_busy`` must be "wait", on all ranks.
+            group: as for ``save``; then ``when_busy`` must be "wait", on all ranks.
+            timeout: as for ``save``; then ``when_busy`` must be "wait", on all ranks.
 
         Raises:
             InvalidRecordError, InvalidArgumentError: as for ``save``.

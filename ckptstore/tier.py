@@ -24,7 +24,11 @@ class Tier:
         url: as for ``ckptstore.open``.
         keep: what this tier keeps; by default a lower tier keeps everything.
         limit: bytes a second that are sent to it, on average. Not for the first.
-        storage_options, retry, concurrency, unsafe_single_writer, transport: as for ``ckptstore.open``.
+        storage_options: as for ``ckptstore.open``.
+        retry: as for ``ckptstore.open``.
+        concurrency: as for ``ckptstore.open``.
+        unsafe_single_writer: as for ``ckptstore.open``.
+        transport: as for ``ckptstore.open``.
     """
 
     url: str | os.PathLike[str]

@@ -32,7 +32,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN = {"python", "console"}
 SHOWN = {"diff", "dockerfile", "ini", "json", "makefile", "mermaid", "text", "toml", "yaml"}
 COMMAND_SECONDS = 240
-FRAMEWORKS = {"accelerate", "flax", "jax", "keras", "pytorch_lightning", "torch", "torchdata", "transformers"}
+FRAMEWORKS = {"accelerate", "flax", "jax", "keras", "orbax", "pytorch_lightning", "torch", "torchdata", "transformers"}
 
 _FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([^`]*)$")
 _DIRECTIVE = re.compile(r"^\s*<!--\s*(test|exit):\s*(.*?)\s*-->\s*$")

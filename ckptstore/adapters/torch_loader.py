@@ -22,7 +22,8 @@ class ResumableLoader:
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
-        batch_size, drop_last: as for DataLoader.
+        batch_size: as for DataLoader.
+        drop_last: as for DataLoader.
         shuffle: in an order of its own for each epoch, else in that of the dataset.
         seed: of the order, 0 to 2**31.
         rank, world_size: of several processes that share the batches, as DistributedSampler does.
