@@ -35,8 +35,13 @@ __all__ = ["restore", "to_state"]
 IMPL, DATA = "prng_impl", "key_data"  # of an array of typed PRNG keys: a dict with these two
 WEAK = "weak_type"  # of a weakly typed array: a dict with this one
 SCALARS = (bool, int, float, complex, np.generic)
-_ZEROS = {"i": 0, "f": 0.0, "c": 0j}
-"""Python's scalars, by the kind of the arrays that JAX makes of them: weakly typed ones."""
+_WEAK: dict[str, Callable[[], Any]] = {
+    "b": lambda: jnp.equal(0, 0),
+    "i": lambda: jnp.asarray(0),
+    "f": lambda: jnp.asarray(0.0),
+    "c": lambda: jnp.asarray(0j),
+}
+"""A weakly typed array of each kind: what JAX makes of Python's scalars, and of comparing them."""
 
 Finish = Callable[[Any], Any]
 
@@ -135,9 +140,9 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, .
 
 
 def _weak_dtype(dtype: Any) -> Any:
-    """The type of what JAX makes of a Python scalar of that kind; None if there is none."""
-    zero = _ZEROS.get(np.dtype(dtype).kind)
-    return None if zero is None else jnp.asarray(zero).dtype
+    """The type of weakly typed arrays of that kind; None if there are none."""
+    make = _WEAK.get(np.dtype(dtype).kind)
+    return None if make is None else make().dtype
 
 
 # ---------------------------------------------------------------- to load
@@ -278,10 +283,9 @@ def _sharding(like: Any) -> Any:
 
 def _weakened(array: Any) -> Any:
     """The same bits, weakly typed as results of Python scalars are: what is set into a weak array becomes weak."""
-    zero = _ZEROS[array.dtype.kind]
 
     def weaken(value: Any) -> Any:
-        weak = jnp.broadcast_to(jnp.asarray(zero), value.shape)
+        weak = jnp.broadcast_to(_WEAK[value.dtype.kind](), value.shape)
         return weak.at[...].set(value, out_sharding=jax.typeof(value).sharding)
 
     return jax.jit(weaken, out_shardings=array.sharding if array.committed else None)(array)

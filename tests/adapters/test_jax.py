@@ -162,9 +162,17 @@ def test_weak_types_are_those_that_were_saved(tmp_path: Path) -> None:
     weak = jnp.asarray(2.5)
     assert weak.weak_type
     nan = jnp.broadcast_to(jnp.asarray(0.0), (2,)).at[...].set(np.array([0x7FC00001, 0x80000000], "u4").view("f4"))
-    tree = {"weak": weak, "strong": jnp.float32(1), "count": jnp.asarray(3), "nan": nan, "number": 4, "step": weak}
+    tree = {
+        "weak": weak,
+        "strong": jnp.float32(1),
+        "count": jnp.asarray(3),
+        "nan": nan,
+        "number": 4,
+        "step": weak,
+        "flag": weak > 2.0,
+    }
     like = {"weak": jnp.float32(0), "strong": jnp.asarray(0.0), "count": 0, "nan": jnp.zeros(2), "number": jnp.int32(0)}
-    found = round_trip(tree, tmp_path / "run", {**like, "step": 0})
+    found = round_trip(tree, tmp_path / "run", {**like, "step": 0, "flag": True})
     check_same(found, tree)
 
 
