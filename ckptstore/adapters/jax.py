@@ -13,8 +13,10 @@ when it was saved.
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -30,7 +32,7 @@ from ckptstore.inplace import MAX_LISTED
 from ckptstore.shards import ShardedArray
 from ckptstore.skeleton import MAX_DEPTH, join
 
-__all__ = ["restore", "to_state"]
+__all__ = ["ranks", "restore", "to_state"]
 
 IMPL, DATA = "prng_impl", "key_data"  # of an array of typed PRNG keys: a dict with these two
 WEAK = "weak_type"  # of a weakly typed array: a dict with this one
@@ -47,6 +49,22 @@ Finish = Callable[[Any], Any]
 
 
 # ---------------------------------------------------------------- to save
+
+
+def ranks() -> dict[str, Any]:
+    """Which of the processes of ``jax.distributed`` this one is: ``repo.save(step, to_state(tree), **ranks())``.
+
+    All processes must call it, because the first call agrees on a name for this launch. Empty where there is only one.
+    """
+    count = jax.process_count()
+    return {"rank": jax.process_index(), "world_size": count, "group": _launch()} if count > 1 else {}
+
+
+@cache
+def _launch() -> str:
+    from jax.experimental import multihost_utils
+
+    return bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(uuid.uuid4().bytes, np.uint8))).hex()
 
 
 def to_state(tree: Any) -> Any:
