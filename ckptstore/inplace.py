@@ -36,11 +36,7 @@ def match_into(
     """
     matcher = _Matcher(specs, strict, partial)
     matcher.walk(skeleton, target, root, 0)
-    if matcher.problems:
-        lines = matcher.problems[:MAX_LISTED]
-        if len(matcher.problems) > MAX_LISTED:
-            lines.append(f"... and {len(matcher.problems) - MAX_LISTED} more")
-        raise InvalidRecordError("the checkpoint does not fit into this state:\n  " + "\n  ".join(lines))
+    refuse(matcher.problems)
     if skipped is not None:
         skipped.extend(matcher.skipped)
     return matcher.found
@@ -53,6 +49,15 @@ def mismatches(
     matcher = _Matcher(specs, strict, partial=False)
     matcher.walk(skeleton, target, root, 0)
     return matcher.problems
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """InvalidRecordError that lists what does not fit, if anything."""
+    if problems:
+        lines = [*problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"... and {len(problems) - MAX_LISTED} more")
+        raise InvalidRecordError("the checkpoint does not fit into this state:\n  " + "\n  ".join(lines))
 
 
 class _Matcher:

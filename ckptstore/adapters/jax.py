@@ -23,12 +23,13 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
+from jax.experimental import multihost_utils
 
 from ckptstore import dtypes
 from ckptstore.arrays import ArraySpec
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidArgumentError, InvalidRecordError
-from ckptstore.inplace import MAX_LISTED
+from ckptstore.inplace import refuse
 from ckptstore.shards import ShardedArray
 from ckptstore.skeleton import MAX_DEPTH, join
 
@@ -62,8 +63,6 @@ def ranks() -> dict[str, Any]:
 
 @cache
 def _launch() -> str:
-    from jax.experimental import multihost_utils
-
     return bytes(multihost_utils.broadcast_one_to_all(np.frombuffer(uuid.uuid4().bytes, np.uint8))).hex()
 
 
@@ -76,7 +75,7 @@ def to_state(tree: Any) -> Any:
     Raises:
         InvalidRecordError: an array was deleted (donated), is being traced, or could not be made again.
     """
-    _plain(tree, "", _start_transfer, 0)
+    _plain(tree, "", lambda array, path: array.copy_to_host_async(), 0)
     return _plain(tree, "", _stored, 0)
 
 
@@ -122,10 +121,6 @@ def _filled(like: Any, children: dict[Any, Any]) -> Any:
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, children)
     return OrderedDict(children) if type(like) is OrderedDict else children
-
-
-def _start_transfer(array: Any, path: str) -> None:
-    array.copy_to_host_async()
 
 
 def _stored(array: Any, path: str) -> Any:
@@ -182,17 +177,12 @@ def restore(ckpt: Checkpoint, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(like, Mapping):
         raise InvalidArgumentError(f"like must be a dict of records, not {type(like).__name__}")
-    found = {}
-    for name, tree in like.items():
-        matcher = _Matcher()
-        into, finish = matcher.walk(ckpt.structure(name), tree, name)
-        if matcher.problems:
-            lines = matcher.problems[:MAX_LISTED]
-            if len(matcher.problems) > MAX_LISTED:
-                lines.append(f"... and {len(matcher.problems) - MAX_LISTED} more")
-            raise InvalidRecordError("the checkpoint does not fit into this pytree:\n  " + "\n  ".join(lines))
-        found[name] = finish(ckpt.load(name, into=into))
-    return found
+    matcher = _Matcher()
+    plans = {name: matcher.walk(ckpt.structure(name), tree, name) for name, tree in like.items()}
+    refuse(matcher.problems)
+    into = {name: place for name, (place, _) in plans.items()}
+    loaded = ckpt.load(into=into, strict=False) if into else {}  # not strict: other records are left out
+    return {name: finish(loaded[name]) for name, (_, finish) in plans.items()}
 
 
 class _Matcher:
@@ -240,9 +230,8 @@ class _Matcher:
         return _filled(stored, {key: plan[0] for key, plan in plans.items()}), finish
 
     def _array(self, spec: ArraySpec, like: Any, path: str) -> tuple[Any, Finish]:
-        if not _is_array(like) and not (isinstance(like, SCALARS) and spec.shape == ()):
-            return self._differ(_kind(spec), _kind(like), path)
-        if _is_array(like) and _kind(spec) != _kind(like):
+        plain = isinstance(like, SCALARS) and spec.shape == ()
+        if _kind(spec) != _kind(like) if _is_array(like) else not plain:
             return self._differ(_kind(spec), _kind(like), path)
         if isinstance(like, np.ndarray):
             return np.empty(spec.shape, dtypes.numpy_dtype(spec.dtype)), lambda loaded: loaded
@@ -250,12 +239,12 @@ class _Matcher:
 
     def _keys(self, impl: str, spec: ArraySpec, like: Any, path: str) -> tuple[Any, Finish]:
         try:
-            dtype = jax.random.key(0, impl=impl).dtype
-        except ValueError:
-            dtype = None
-        shape = spec.shape[:-1]
-        if dtype is None or not _is_array(like) or like.dtype != dtype or like.shape != shape:
-            return self._differ(f"PRNG keys of {impl} {list(shape)}", _kind(like), path)
+            one = jax.random.key(0, impl=impl)
+        except (TypeError, ValueError):
+            one = None
+        fits = one is not None and _is_array(like) and like.dtype == one.dtype and spec.dtype == "uint32"
+        if not fits or spec.shape != (*like.shape, *jax.random.key_data(one).shape):
+            return self._differ(f"PRNG keys of {impl} {list(spec.shape[:-1])}", _kind(like), path)
         data = jax.random.key_data(like) if isinstance(like, jax.Array) else like
         into, finish = self._on_devices(spec, _sharding(data), path)
         return {IMPL: impl, DATA: into}, lambda loaded: jax.random.wrap_key_data(finish(loaded[DATA]), impl=impl)
@@ -301,6 +290,8 @@ def _sharding(like: Any) -> Any:
 
 def _weakened(array: Any) -> Any:
     """The same bits, weakly typed as results of Python scalars are: what is set into a weak array becomes weak."""
+    if isinstance(array, np.ndarray):
+        return array
 
     def weaken(value: Any) -> Any:
         weak = jnp.broadcast_to(_WEAK[value.dtype.kind](), value.shape)

@@ -174,6 +174,10 @@ def test_weak_types_are_those_that_were_saved(tmp_path: Path) -> None:
     like = {"weak": jnp.float32(0), "strong": jnp.asarray(0.0), "count": 0, "nan": jnp.zeros(2), "number": jnp.int32(0)}
     found = round_trip(tree, tmp_path / "run", {**like, "step": 0, "flag": True})
     check_same(found, tree)
+    with ckptstore.open(tmp_path / "run") as repository:
+        numpy = {name: np.zeros_like(leaf) for name, leaf in tree.items()}
+        found = restore(repository.checkpoint(1), {"state": numpy})["state"]
+    assert (type(found["nan"]), found["nan"].tobytes(), found["number"]) == (np.ndarray, np.asarray(nan).tobytes(), 4)
 
 
 def test_restores_from_shapes_alone(tmp_path: Path) -> None:
@@ -181,6 +185,22 @@ def test_restores_from_shapes_alone(tmp_path: Path) -> None:
     tree = {"moments": Moments(jnp.int32(4), {"w": jnp.full((3, 2), 2.0)}), "none": None}
     found = round_trip(tree, tmp_path / "run", jax.eval_shape(lambda: tree))
     check_same(found, tree)
+
+
+def test_only_the_records_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    """A part of the records is enough, and none of the others' chunks are needed."""
+    tree = {"params": {"w": jnp.arange(100_000.0)}, "opt_state": {"mu": jnp.arange(100_000.0) + 1}}
+    with ckptstore.open(tmp_path / "run", codec="raw") as repository:
+        repository.save(1, to_state({"params": tree["params"]}))
+        kept = {path.name for path in (tmp_path / "run").rglob("chunks/*")}
+        checkpoint = repository.save(2, to_state(tree))
+        for chunk in (tmp_path / "run").rglob("chunks/*"):
+            if chunk.name not in kept:
+                chunk.unlink()
+        found = restore(checkpoint, {"params": zeros(tree["params"])})
+        check_same(found, {"params": tree["params"]})
+        with pytest.raises(ckptstore.CorruptionError):
+            restore(checkpoint, tree)
 
 
 def test_tied_arrays_are_stored_once(tmp_path: Path) -> None:
@@ -216,10 +236,15 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     one = jnp.ones(1)
     tree = {"w": jnp.ones((2, 2)), "gone": one, "type": one, "list": [one], "none": None, "n": 1}
     like = {"w": jnp.ones((2, 3)), "new": one, "type": jnp.ones(1, jnp.bfloat16), "list": (one,)}
-    with pytest.raises(InvalidRecordError) as caught:
-        round_trip(tree, tmp_path / "run", {**like, "none": 3, "n": None})
+    with ckptstore.open(tmp_path / "run") as repository:
+        checkpoint = repository.save(1, to_state({"state": tree, "other": {"x": one}, "third": {"x": one}}))
+        for chunk in (tmp_path / "run").rglob("chunks/*"):
+            chunk.unlink()  # nothing may be read
+        with pytest.raises(InvalidRecordError) as caught:
+            restore(checkpoint, {"state": {**like, "none": 3, "n": None}, "other": {"x": jnp.ones(2)}})
     lines = str(caught.value).splitlines()
     assert sorted(line.strip() for line in lines[1:]) == [
+        "other.x: float32 [1] in the checkpoint, float32 [2] here",
         "state.gone: only in the checkpoint, missing here",
         "state.list: list in the checkpoint, tuple here",
         "state.n: int in the checkpoint, NoneType here",
@@ -229,8 +254,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         "state.w: float32 [2, 2] in the checkpoint, float32 [2, 3] here",
     ]
     with ckptstore.open(tmp_path / "run") as repository:
-        with pytest.raises(RecordNotFoundError, match="has no record 'other'"):
-            restore(repository.checkpoint(1), {"other": {}})
+        with pytest.raises(RecordNotFoundError, match="has no record 'fourth'"):
+            restore(repository.checkpoint(1), {"fourth": {}})
+        assert restore(repository.checkpoint(1), {}) == {}
         with pytest.raises(InvalidArgumentError, match="dict of records"):
             restore(repository.checkpoint(1), [1])
 
