@@ -96,7 +96,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         self.store = self.make_store()
         self.model = Model(self.store)
         self.txns: dict[str, tuple[Transaction, int]] = {}
-        self._clock = patch.object(lease, "_clock", lambda: self.local)
+        self._clock = patch.object(lease, "clock", lambda: self.local)
         self._clock.start()
 
     def make_store(self) -> Store:
