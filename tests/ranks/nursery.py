@@ -52,16 +52,21 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         children: dict[int, int] = {}
+        gate, opener = os.pipe()  # what is older than a process, of its own launch or not, it leaves alone
         for rank in job.get("who", range(job["ranks"])):
             pid = os.fork()
             if pid == 0:
                 status = 1
                 try:
+                    os.close(opener)
+                    os.read(gate, 1)
                     live(job, rank)
                     status = 0
                 finally:
                     os._exit(status)
             children[pid] = rank
+        os.close(opener)
+        os.close(gate)
         while children:
             pid, status = os.wait()
             say(event="ended", rank=children.pop(pid), code=os.waitstatus_to_exitcode(status))
