@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from ckptstore.catalog import Catalog
 from ckptstore.errors import AlreadyExistsError, InvalidArgumentError, RecordNotFoundError
-from ckptstore.formats import npytree
+from ckptstore.formats import lightning, npytree
 from ckptstore.formats.layout import FILES, is_layout, layout_of
 from ckptstore.formats.structure import Held
 from ckptstore.manifest import Manifest, RecordEntry
@@ -36,7 +36,6 @@ from ckptstore.reader import copy_arrays
 
 Format = Literal["safetensors", "npz", "files"]
 FORMATS: tuple[Format, ...] = ("safetensors", "npz", "files")
-_LIGHTNING = {"model": "state_dict", "optimizer": "optimizer_states", "lr_scheduler": "lr_schedulers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ def _write_shard(source: Source, names: list[str], path: Path, copy: Copy) -> No
 
 def _lightning(entry: dict[str, Any], name: str, rest: dict[str, Source]) -> Iterator[_Output]:
     """One .ckpt of four records."""
-    parts = {record: key for record, key in _LIGHTNING.items() if key in entry["keys"]}
+    parts = {record: key for key, record in lightning.RECORDS.items() if key in entry["keys"]}
     missing = [record for record in parts if record not in rest]
     if missing:
         raise InvalidArgumentError(

@@ -36,6 +36,11 @@ class Removing:
     latest: Callable[..., Checkpoint | None]
     checkpoint: Callable[[int], Checkpoint]
 
+    @property
+    def keep(self) -> Policy | PerRecord | None:
+        """What is kept after each save (``keep`` of ``open``); None where nothing is ever pruned by itself."""
+        return self._keep
+
     def delete(self, epoch: int) -> None:
         """Delete an epoch, whatever it is: also the newest, also a damaged one.
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptstore.errors import FormatError
-from ckptstore.formats import folders, npytree
-from ckptstore.formats.layout import FILES, layout_record
+from ckptstore.formats import folders, lightning, npytree
 from ckptstore.formats.mapped import MappedFile, Snapshot
 from ckptstore.formats.npz import read_npz
 from ckptstore.formats.pytorch import read_torch
@@ -27,9 +26,6 @@ Kind = Literal[
     "safetensors", "safetensors-sharded", "torch", "torch-sharded", "lightning", "huggingface", "npz", "files"
 ]
 
-_LIGHTNING = {"state_dict": "model", "optimizer_states": "optimizer", "lr_schedulers": "lr_scheduler"}
-_LIGHTNING_MARK = "pytorch-lightning_version"
-_REST = "trainer"
 _ADVICE = (
     "known are .safetensors and its .index.json, .pt, .pth, .bin and .ckpt of torch, .npz, and a Trainer's "
     "checkpoint-N folder; store any other file as it is (`ckptstore save URL NAME=FILE`)"
@@ -169,15 +165,11 @@ def _torch(found: ForeignCheckpoint) -> dict[str, Any]:
     """A file of torch; Lightning's are told by what is in them, whatever they are called."""
     found.note(found.path)
     whole = read_torch(found.path)
-    if not isinstance(whole, dict) or _LIGHTNING_MARK not in whole or "state_dict" not in whole:
+    if not lightning.is_lightning(whole):
         found.kind = "torch"
         return {record_name(found.path.stem): whole}
     found.kind = "lightning"
-    records = {name: whole[key] for key, name in _LIGHTNING.items() if key in whole}
-    records[_REST] = {key: value for key, value in whole.items() if key not in _LIGHTNING}
-    entry = {"kind": "lightning", "file": found.path.name, "keys": list(whole)}
-    records[FILES] = layout_record("lightning", {_REST: entry}, {})
-    return records
+    return lightning.split(whole, found.path.name)
 
 
 def _npz(found: ForeignCheckpoint) -> dict[str, Any]:
