@@ -105,7 +105,11 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             mine = states[trainer.global_rank]
             if not torch.cuda.is_available() or len(mine.get("torch.cuda", ())) != torch.cuda.device_count():
                 mine = {name: state for name, state in mine.items() if name != "torch.cuda"}
-            fabric.utilities.seed._set_rng_states(mine)
+            kind, words, *rest = mine["numpy"]
+            fabric.utilities.seed._set_rng_states({**mine, "numpy": (kind, words.numpy(), *rest)})
+            loop = trainer.fit_loop
+            if getattr(loop, "is_resuming", False) and not loop.restarting:
+                iter(loop._data_fetcher)  # an epoch begins, and Lightning has drawn its seed from other random numbers
         elif states is not None:
             log.warning("saved by %d ranks, now there are %d: new random numbers", len(states), trainer.world_size)
 
@@ -138,6 +142,8 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The states of the random generators, of each rank."""
         states = [fabric.utilities.seed._collect_rng_states()]
+        kind, words, *rest = states[0]["numpy"]  # as a tensor: of an exported file that is what torch reads everywhere
+        states[0]["numpy"] = (kind, torch.from_numpy(words), *rest)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             mine, states = states[0], [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(states, mine)

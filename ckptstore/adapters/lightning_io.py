@@ -102,7 +102,7 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
                 flatten_all(records)
                 return
             self.settle()
-            names = list(dict.fromkeys([*self._paths.get(step, []), str(path)]))
+            names = [name for name in self._paths.get(step, []) if name != str(path)] + [str(path)]
             own = {"epoch": checkpoint.get("epoch"), "global_step": step, "paths": names}
             metadata = {**_monitored(checkpoint), **metadata, KEY: own}
             replace = self.replace or step in self._saved or step in self._redone
@@ -112,6 +112,7 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
                 self.repo.save(step, records, metadata, replace)
         except InvalidRecordError as error:
             raise InvalidRecordError(f"{error.message}\n{_ADVICE}", epoch=step) from error
+        self._forget(str(path), find=False)  # where a file would have been overwritten
         self._paths[step] = names
         self._saved.add(step)
         self._gone.discard(step)
@@ -182,10 +183,11 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
         except CkptStoreError as error:
             log.warning("deleting checkpoints failed and will be tried again: %s", error)
 
-    def _forget(self, path: str) -> None:
+    def _forget(self, path: str, *, find: bool = True) -> None:
         step = next((step for step, names in self._paths.items() if path in names), None)
-        if step is None and (ckpt := self._find(path)) is not None:  # of an earlier life of the run
-            step, self._paths[ckpt.epoch] = ckpt.epoch, _names_of(ckpt)
+        if step is None and find and (ckpt := self._find(path)) is not None:  # of an earlier life of the run
+            taken = {name for names in self._paths.values() for name in names}
+            step, self._paths[ckpt.epoch] = ckpt.epoch, [name for name in _names_of(ckpt) if name not in taken]
         if step is not None and path in self._paths[step]:
             self._paths[step].remove(path)
             if not self._paths[step]:
