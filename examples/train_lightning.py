@@ -64,15 +64,18 @@ def train(repo: ckptstore.Repository, epochs: int = 6, **options: Any) -> str:
         **options,
     )
     trainer.fit(model, data(0, shuffle=True), data(1, shuffle=False), ckpt_path="latest")
-    digest = hashlib.sha256()
-    learnt = {**model.state_dict(), **{f"{k}": v for k, v in _tensors(trainer.optimizers[0].state_dict())}}
-    for name, tensor in learnt.items():
-        digest.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    ckpt = repo.checkpoint(repo.epochs()[-1])
+    return digest_of({name: ckpt.load(name) for name in ("model", "optimizer")})
 
 
-def _tensors(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"{i}.{name}", value) for i, one in state["state"].items() for name, value in one.items()]
+def digest_of(state: Any) -> str:
+    """Of all that is in it, bit for bit."""
+    if isinstance(state, torch.Tensor):
+        return hashlib.sha256(state.numpy().tobytes()).hexdigest()
+    if isinstance(state, (dict, list, tuple)):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        return hashlib.sha256(repr([(key, digest_of(value)) for key, value in items]).encode()).hexdigest()
+    return repr(state)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,10 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         infos = [info for info in infos if self._best.metric in info.metadata]
         return "".join(str(epoch) for epoch in self._best.keep(infos))
 
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Set by launchers that fork, to what another process has found out: the repository knows it anyway."""
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the place of Lightning's own files, unless a ``CkptStoreIO`` is there."""
         there = trainer.strategy.checkpoint_io
@@ -106,7 +110,7 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             if not torch.cuda.is_available() or len(mine.get("torch.cuda", ())) != torch.cuda.device_count():
                 mine = {name: state for name, state in mine.items() if name != "torch.cuda"}
             kind, words, *rest = mine["numpy"]
-            fabric.utilities.seed._set_rng_states({**mine, "numpy": (kind, words.numpy(), *rest)})
+            fabric.utilities.seed._set_rng_states({**mine, "numpy": (kind, words.numpy().astype("uint32"), *rest)})
             loop = trainer.fit_loop
             if getattr(loop, "is_resuming", False) and not loop.restarting:
                 iter(loop._data_fetcher)  # an epoch begins, and Lightning has drawn its seed from other random numbers
@@ -143,7 +147,7 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         """The states of the random generators, of each rank."""
         states = [fabric.utilities.seed._collect_rng_states()]
         kind, words, *rest = states[0]["numpy"]  # as a tensor: of an exported file that is what torch reads everywhere
-        states[0]["numpy"] = (kind, torch.from_numpy(words), *rest)
+        states[0]["numpy"] = (kind, torch.from_numpy(words.astype("int64")), *rest)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             mine, states = states[0], [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(states, mine)

@@ -42,6 +42,7 @@ LATEST = "latest"
 KEY = "lightning"
 """What the metadata holds beside the metrics: ``{"epoch": .., "global_step": .., "paths": [..]}``."""
 
+_HANDED_OVER = ".temp.ckpt"  # by launchers that fork: a file, in which rank 0 gives the weights to its parent
 _ADVICE = (
     "Nothing was written. Leave out what is no data: `self.save_hyperparameters(ignore=[...])`; make the rest plain: "
     "str(path), vars(namespace), OmegaConf.to_container(config); return plain values and tensors from state_dict() and "
@@ -94,6 +95,9 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             InvalidRecordError: something cannot be stored exactly; its path is named, and nothing was written.
             EpochExistsError, StoreError: as of ``Repository.save``; those of a background save come with the next call.
         """
+        if os.path.basename(path) == _HANDED_OVER:
+            TorchCheckpointIO().save_checkpoint(checkpoint, path)
+            return
         metadata, check = _options(storage_options)
         step = _step_of(checkpoint)
         records = lightning.split(checkpoint, f"step={step}.ckpt")
@@ -152,7 +156,9 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
 
         A repository with a policy (``keep=``) decides alone, and nothing happens here.
         """
-        if self.repo.keep is None:
+        if self._is_file(str(path)):
+            TorchCheckpointIO().remove_checkpoint(path)
+        elif self.repo.keep is None:
             self._removals.append(str(path))
 
     def teardown(self) -> None:
@@ -194,9 +200,11 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
                 self._gone.add(step)
 
     def _find(self, path: str) -> Checkpoint | None:
-        """The checkpoint of a step, or the newest that was saved under a name; None if it is a file of torch's."""
+        """The checkpoint of a step, or the newest that was saved under a name; None if it is a file of Lightning's."""
         if path.isdecimal():
             return self.repo.checkpoint(int(path))
+        if self._is_file(path):
+            return None
         hint = re.search(r"step=(\d+)", os.path.basename(path))
         epochs = sorted(self.repo.epochs(), key=lambda epoch: (hint is not None and epoch == int(hint[1]), epoch))
         for epoch in reversed(epochs):
@@ -207,11 +215,13 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             names = _names_of(ckpt)
             if path in names or path in map(os.path.basename, names):
                 return ckpt
-        if os.path.isfile(path):
-            return None
         raise EpochNotFoundError(
             f"no epoch of {self.repo.url} was saved as {path!r}: pass ckpt_path={LATEST!r} or the number of a step"
         )
+
+    def _is_file(self, path: str) -> bool:
+        """Whether it is a file that somebody else has written: under a name of ours there is none."""
+        return not any(path in names for names in self._paths.values()) and os.path.isfile(path)
 
 
 class _AllBut(Policy):

@@ -51,3 +51,17 @@ def test_killed_twice_ends_bit_identical(
     assert digest == undisturbed[0]
     assert set(kept) >= set(undisturbed[1])  # and what the last life has resumed from
     assert whole
+
+
+def test_two_ranks(lives: Nursery, tmp_path: Path) -> None:
+    """With DDP, rank 0 is killed in the middle of a save; the run that goes on ends as the one that nobody disturbed,
+    with the random numbers of each rank."""
+    two = {"options": None, "strategy": "ddp_fork", "devices": 2, "epochs": 3}
+    code, undisturbed = lives.live("train", url=str(tmp_path / "undisturbed"), **two)
+    assert code == 0, undisturbed
+    code, said = lives.live("train", url=str(tmp_path / "repository"), **two, kill=["/chunks/", 7])
+    assert code == 1
+    assert "SIGKILL" in said
+    code, found = lives.live("train", url=str(tmp_path / "repository"), **two)
+    assert code == 0, found
+    assert (found[0], found[2]) == (undisturbed[0], True)
