@@ -53,6 +53,15 @@ class FileSource:
         self.nbytes = self._stat.st_size
         self.spec = ArraySpec("bytes", "uint8", (self.nbytes,))
 
+    @property
+    def name(self) -> str:
+        """Its name, without the folder."""
+        return self.path.name.encode("utf-8", "backslashreplace").decode()
+
+    def unchanged(self) -> bool:
+        """Whether it has kept its form: a file always has. ``check_unchanged`` is about its bytes."""
+        return True
+
     def fileno(self) -> int:
         """The open file. Nobody else moves its position."""
         return self._fd

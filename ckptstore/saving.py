@@ -65,7 +65,7 @@ class Saving(Gathered):
 
         Args:
             epoch: an epoch or step number, 0 to 2**63 - 1.
-            records: a state by record name, e.g. ``{"model": model.state_dict(), ...}``.
+            records: a state by record name, e.g. ``{"model": model.state_dict(), ...}``, or an open ``FileSource``.
             metadata: plain values about it, e.g. metrics. Stored in the manifest, returned exactly.
             replace: an existing epoch is replaced; its old content stays until the new one is committed.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
@@ -122,7 +122,7 @@ class Saving(Gathered):
         group: str | None = None,
         timeout: float = TIMEOUT,
     ) -> SaveHandle:
-        """Save a checkpoint in the background: returns when the state is copied, and you may change it.
+        """Save a checkpoint in the background: returns when the state is copied, and you may change it (files are not).
 
         The memory of the copy is allocated by the first call and used again until ``close``. An error is raised by
         ``result()``; if nobody asks, by the next save (which then has not happened) or by ``close``.

@@ -57,6 +57,9 @@ class Staged:
 
         with garbage.paused():
             for name, flat in self._flats.items():
+                if flat.is_file:  # it stays where it is
+                    found[name] = flat
+                    continue
                 arrays: list[FlatArray] = [
                     array.elsewhere(move) if isinstance(array, ShardedSource) else move(array) for array in flat.arrays
                 ]
@@ -158,7 +161,7 @@ def _lay_out(
     sources: list[tuple[ArraySource, int]] = []
     end = 0
     for flat in flats.values():
-        for array in flat.arrays:
+        for array in () if flat.is_file else flat.arrays:
             for source in parts_of(array):
                 nbytes = source.nbytes
                 if places.setdefault(source.identity, end) == end and nbytes:

@@ -189,7 +189,7 @@ class Transaction:
 
         def write() -> None:
             with nullcontext(path) if isinstance(path, FileSource) else FileSource(Path(path)) as source:
-                self._writer.write_file(name, source)
+                self._writer.write_state(name, flatten(source, name))
 
         self._run(name, write)
 

@@ -45,13 +45,14 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ckptstore import garbage
-from ckptstore.arrays import is_array, source, torch_module
+from ckptstore.arrays import ArraySource, is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
+from ckptstore.files import FileSource
 from ckptstore.inplace import fill_into, match_into, mismatches
 from ckptstore.shards import FlatArray, ShardedArray, sharded_source
 from ckptstore.skeleton import (
@@ -93,6 +94,8 @@ class FlatState:
 
     skeleton: Any
     arrays: list[FlatArray]
+    is_file: bool = False
+    """Whether it is a file: its one array is the bytes of that, and the skeleton says its name and size."""
     _seen: list[tuple[Any, Any]] = field(default_factory=list)
     """What can be changed from outside, and what was in it."""
     part: bool = False
@@ -109,9 +112,13 @@ class FlatState:
 def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
     """Take a state apart without copying any array. ``root`` is the name of the record, for error messages.
 
+    An open file (``FileSource``) becomes a record of its bytes.
+
     ``InvalidRecordError`` lists the paths of all values that cannot be stored exactly (the first 20 of them). With
     ``part`` the state is one rank's: the pieces of its sharded arrays need not make whole arrays.
     """
+    if isinstance(state, FileSource):
+        return FlatState({"file": state.name, "size": state.nbytes}, [cast(ArraySource, state)], is_file=True, part=part)
     flattener = _Flattener(part)
     with garbage.paused():
         skeleton = flattener.node(state, (None, root))
@@ -121,7 +128,7 @@ def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
         if len(refused) > MAX_LISTED:
             lines.append(f"... and {len(refused) - MAX_LISTED} more")
         raise InvalidRecordError("the state holds what cannot be stored exactly:\n  " + "\n  ".join(lines))
-    return FlatState(skeleton, flattener.arrays, flattener.seen, part)
+    return FlatState(skeleton, flattener.arrays, _seen=flattener.seen, part=part)
 
 
 class _Flattener:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from ckptstore import garbage
 from ckptstore.arrays import ArraySpec
@@ -146,15 +146,10 @@ class RecordWriter:
         self.indexes: list[tuple[RecordEntry, RecordIndex]] = []
 
     def write_state(self, name: str, flat: FlatState) -> None:
-        """Write a flattened state."""
-        self._write(name, "state", flat.skeleton, flat.arrays)
-
-    def write_file(self, name: str, source: FileSource) -> None:
-        """Write a file's bytes. Raises InvalidRecordError if it changes meanwhile."""
-        name_of_file = source.path.name.encode("utf-8", "backslashreplace").decode()
-        skeleton = {"file": name_of_file, "size": source.nbytes}
-        self._write(name, "file", skeleton, [source])
-        source.check_unchanged()
+        """Write a flattened state, or a file's bytes. Raises InvalidRecordError if a file changes meanwhile."""
+        self._write(name, "file" if flat.is_file else "state", flat.skeleton, flat.arrays)
+        for source in flat.arrays if flat.is_file else ():
+            cast(FileSource, source).check_unchanged()
 
     def settle(self) -> list[RecordEntry]:
         """Wait for all puts, then write the indexes. Returns the entries for the manifest, in order of writing."""
