@@ -141,7 +141,7 @@ class _TotalLimit(Policy):
         first = [number for number in dict.fromkeys([*numbers[-1:], self._best]) if number in numbers]
         others = [number for number in reversed(numbers) if number not in first]
         kept = first + others[: max(self._limit - len(first), 0)]
-        return {number: "save_total_limit keeps it" for number in kept if number is not None}
+        return dict.fromkeys(kept, "save_total_limit keeps it")
 
 
 def _metrics(state: Any) -> dict[str, float]:

@@ -93,6 +93,7 @@ def test_the_folder_is_the_epoch(kit: Any, tmp_path: Path) -> None:
     callback = kit.ours.CkptStoreCallback(repo)
     trainer_of(kit, callback, tmp_path / "out", max_steps=4, eval_strategy="steps", eval_steps=4).train()
     assert repo.epochs() == folders(tmp_path / "out") == [2, 4]
+    place, ckpt = tmp_path, repo.checkpoint(2)
     for step in (2, 4):
         place = tmp_path / "out" / f"checkpoint-{step}"
         ckpt = repo.checkpoint(step)

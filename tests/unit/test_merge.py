@@ -35,10 +35,7 @@ def write(store: MemoryStore, rank: int, state: Any, *, chunk_size: int = CHUNK,
     writer = RecordWriter(
         store, f"{rank:032x}", Known(lambda attempt: {}), chunk_size=chunk_size, codec="auto", part=part
     )
-    if isinstance(state, FileSource):
-        writer.write_file("m", state)
-    else:
-        writer.write_state("m", flatten(state, "m", part=True))
+    writer.write_state("m", flatten(state, "m", part=True))
     (entry,) = writer.settle()
     writer.close()
     return rank, read_index(store, entry, part=True)
