@@ -118,8 +118,8 @@ def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
     ``part`` the state is one rank's: the pieces of its sharded arrays need not make whole arrays.
     """
     if isinstance(state, FileSource):
-        skeleton = {"file": state.name, "size": state.nbytes}
-        return FlatState(skeleton, [cast(ArraySource, state)], is_file=True, part=part)
+        file = {"file": state.name, "size": state.nbytes}
+        return FlatState(file, [cast(ArraySource, state)], is_file=True, part=part)
     flattener = _Flattener(part)
     with garbage.paused():
         skeleton = flattener.node(state, (None, root))
