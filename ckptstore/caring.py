@@ -177,9 +177,7 @@ class Caring:
             raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
         numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
         if options.check_flag("dry_run", dry_run):
-            self._refuse_itself(to, dry_run=True)
-            looked_at = Place(to._catalog, "")
-            return Mirror(self._catalog, looked_at).plan(choose(self._catalog, numbers, policy))
+            return Mirror(self._catalog, self._place_to_look_at(to)).plan(choose(self._catalog, numbers, policy))
         begun = time.perf_counter()
         mirror = Mirror(self._catalog, self._place(to), limit=limit, hold=True, progress=progress)
         report = mirror.run(choose(self._catalog, numbers, policy))
@@ -195,11 +193,14 @@ class Caring:
         replace: bool = False,
         limit: float | None = None,
         progress: Progress | None = None,
+        *,
+        dry_run: bool = False,
     ) -> EpochCopy:
         """Copy one epoch to another repository, as ``mirror`` does. Nothing happens if it is there.
 
         Args:
             replace: also if the target has an epoch of its own under that number.
+            dry_run: copy nothing; "copied" means that it would be, and ``reason`` says what it would replace.
 
         Raises:
             EpochNotFoundError: there is none.
@@ -209,8 +210,9 @@ class Caring:
         """
         number = check_epoch(epoch)
         replace = options.check_flag("replace", replace)
-        mirror = Mirror(self._catalog, self._place(to), limit=limit, replace=replace, hold=True, progress=progress)
-        [done] = mirror.run(choose(self._catalog, [number], None)).epochs
+        place = self._place_to_look_at(to) if options.check_flag("dry_run", dry_run) else self._place(to)
+        mirror = Mirror(self._catalog, place, limit=limit, replace=replace, hold=True, progress=progress)
+        [done] = (mirror.plan if dry_run else mirror.run)(choose(self._catalog, [number], None)).epochs
         if done.outcome == "damaged":
             raise CorruptionError(done.reason, key=done.key, epoch=number)
         if done.outcome == "gone":
@@ -323,6 +325,8 @@ class Caring:
         records: Sequence[str] | None = None,
         force: bool = False,
         progress: Progress | None = None,
+        *,
+        dry_run: bool = False,
     ) -> ExportReport:
         """Write a checkpoint as files that other programs read; ``formats.read`` gives them back bit for bit.
 
@@ -336,6 +340,7 @@ class Caring:
                 folders of .npy files.
             records: only these; None for all.
             force: overwrite files that exist.
+            dry_run: write nothing, read no chunk; the report says what would be written, and over what.
             progress: called with ``(bytes done, bytes in all)``, from worker threads.
 
         Raises:
@@ -349,7 +354,8 @@ class Caring:
         """
         names = None if records is None else [check_record_name(name) for name in _listed(records)]
         force = options.check_flag("force", force)
-        return export(self._catalog, self._newest(check_epoch(epoch)), Path(to), format, names, force, progress)
+        dry_run, manifest = options.check_flag("dry_run", dry_run), self._newest(check_epoch(epoch))
+        return export(self._catalog, manifest, Path(to), format, names, force, progress, dry_run)
 
     def _newest(self, epoch: int) -> Manifest:
         for _ in range(3):  # it may be replaced between the listing and the read
@@ -372,6 +378,10 @@ class Caring:
             same = same or (not dry_run and seen_from(there, here))
         if same:
             raise InvalidArgumentError("source and target are the same place: name another to copy to")
+
+    def _place_to_look_at(self, to: Caring) -> Place:
+        self._refuse_itself(to, dry_run=True)
+        return Place(to._catalog, "")
 
     def _place(self, to: Caring) -> Place:
         self._foundation.require()

@@ -40,16 +40,20 @@ FORMATS: tuple[Format, ...] = ("safetensors", "npz", "files")
 
 @dataclass(frozen=True, slots=True)
 class ExportedFile:
-    """A file (or a folder, where the record became one): the records it holds, where it lies, and their raw bytes."""
+    """A file (or a folder, where the record became one): the records it holds, where it lies, and their raw bytes.
+
+    ``overwrites``: something lay there before.
+    """
 
     records: tuple[str, ...]
     path: Path
     nbytes: int
+    overwrites: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What an export wrote.
+    """What an export wrote, or with ``dry_run`` would write.
 
     ``foreign_types`` are arrays ("record: name") whose element type the format lacks: they are there as rows of
     bytes (safetensors) or unsigned integers of that width (npz, files), and ``formats.read`` gives them as they were.
@@ -59,6 +63,7 @@ class ExportReport:
     format: Format
     files: tuple[ExportedFile, ...]
     foreign_types: tuple[str, ...]
+    dry_run: bool = False
 
 
 class _Array(int):
@@ -85,6 +90,7 @@ def export(
     records: Sequence[str] | None,
     force: bool,
     progress: Progress | None,
+    dry_run: bool = False,
 ) -> ExportReport:
     """Write records of a checkpoint into a folder; ``Repository.export`` says how."""
     if form not in FORMATS:
@@ -95,10 +101,16 @@ def export(
         sources = {entry.name: Source.of(entry, catalog.index(entry)) for entry in _chosen(manifest, form, records)}
         outputs = _files(sources, _layout(catalog, manifest)) if form == "files" else _OUTPUTS[form](sources)
         _refuse(outputs, to, force)
+        files = tuple(
+            ExportedFile(one.records, path, one.nbytes, os.path.lexists(path))
+            for one in outputs
+            for path in [to / one.path]
+        )
         copied = partial(copy_arrays, catalog.store, meter=Meter(progress, sum(one.nbytes for one in outputs)))
-        _write(outputs, to, force, cast(Copy, copied))
-    files = tuple(ExportedFile(one.records, to / one.path, one.nbytes) for one in outputs)
-    return ExportReport(manifest.epoch, form, files, tuple(odd for one in outputs for odd in one.foreign_types))
+        if not dry_run:
+            _write(outputs, to, force, cast(Copy, copied))
+    odd = tuple(odd for one in outputs for odd in one.foreign_types)
+    return ExportReport(manifest.epoch, form, files, odd, dry_run)
 
 
 def _chosen(manifest: Manifest, form: str, records: Sequence[str] | None) -> list[RecordEntry]:

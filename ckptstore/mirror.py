@@ -193,10 +193,16 @@ class Mirror:
         copies = [
             EpochCopy(commit.epoch, "damaged", manifest.message, commit.key)
             if isinstance(manifest, CorruptionError)
-            else there.get(commit.epoch) or EpochCopy(commit.epoch, "copied", bytes_state=manifest.bytes_state)
+            else there.get(commit.epoch) or self._to_copy(manifest)
             for commit, manifest in chosen
         ]
         return MirrorReport(tuple(sorted(copies, key=lambda copy: copy.epoch)), dry_run=True)
+
+    def _to_copy(self, manifest: Manifest) -> EpochCopy:
+        commits = self._commits.get(manifest.epoch, [])
+        old = commits[-1].generation if commits else 0
+        reason = f"it replaces what is there (generation {old})" if commits else ""
+        return EpochCopy(manifest.epoch, "copied", reason, generation=old, bytes_state=manifest.bytes_state)
 
     def _look(self, manifests: list[Manifest]) -> dict[int, EpochCopy]:
         """List the target, and judge what it has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckptstore import options, pins, quarantine, retention
@@ -17,7 +17,7 @@ from ckptstore.foundation import Foundation
 from ckptstore.hold import held, holds
 from ckptstore.lease import EXPIRY
 from ckptstore.manifest import Manifest, check_epoch
-from ckptstore.policies import AnyPolicy, PerRecord, Policy
+from ckptstore.policies import AnyPolicy, EpochInfo, PerRecord, Policy
 from ckptstore.reader import Problem
 from ckptstore.retention import GcReport, PruneReport
 from ckptstore.sweep import delete_commits
@@ -75,9 +75,17 @@ class Removing:
         """
         return self._prune(policy, dry_run=dry_run, deep=deep, weigh=dry_run)
 
-    def plan(self, policy: AnyPolicy | None = None, deep: bool = False) -> PruneReport:
-        """What ``prune`` with this policy would do: ``kept`` and ``removed`` hold a reason for every epoch."""
-        return self.prune(policy, dry_run=True, deep=deep)
+    def plan(
+        self, policy: AnyPolicy | None = None, deep: bool = False, coming: Sequence[EpochInfo] = ()
+    ) -> PruneReport:
+        """What ``prune`` with this policy would do: ``kept`` and ``removed`` hold a reason for every epoch.
+
+        Args:
+            deep: as for ``prune``.
+            coming: epochs that are not there yet (or are to be replaced), and that the policy is to count as well. For
+                one policy, not one for each record.
+        """
+        return self._prune(policy, dry_run=True, deep=deep, weigh=True, coming=coming)
 
     def pin(self, epoch: int, reason: str) -> None:
         """No prune takes this epoch any more, whatever the policy, and no full disk (``delete`` does).
@@ -181,8 +189,13 @@ class Removing:
         deep: bool = True,
         weigh: bool = False,
         at_need: bool = False,
+        coming: Sequence[EpochInfo] = (),
     ) -> PruneReport:
-        """As ``prune``. ``at_need``: a full disk asks for it, and takes what would otherwise be waited for."""
+        """As ``prune`` and ``plan``.
+
+        Args:
+            at_need: a full disk asks for it, and takes what would otherwise be waited for.
+        """
         chosen = options.check_policy(policy) if policy is not None else self._keep
         if chosen is None:
             raise InvalidArgumentError(
@@ -201,6 +214,7 @@ class Removing:
                 deep=deep,
                 dry_run=dry_run,
                 weigh=weigh,
+                coming=coming,
             )
         except Exception as error:
             if not dry_run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,6 +79,7 @@ def prune(
     deep: bool,
     dry_run: bool,
     weigh: bool,
+    coming: Sequence[EpochInfo] = (),
 ) -> PruneReport:
     """Delete the epochs of ``run`` that ``policy`` does not keep; it is not shown those of others.
 
@@ -90,8 +91,12 @@ def prune(
         deep: find the newest intact epoch by reading it in full. Otherwise only the chunks that it took over from
             earlier epochs are read, each once a process.
         weigh: a dry run finds out what would be freed.
+        coming: for a dry run: epochs that are to be saved first. The policy counts them.
     """
-    plan = _plan(catalog, policy, run=run, protected=protected, metadata=metadata, deep=deep, dry_run=dry_run)
+    if coming and not (dry_run and isinstance(policy, Policy)):
+        raise InvalidArgumentError("epochs that are to come are for a plan by one policy, not one for each record")
+    facts: dict[str, Any] = {"run": run, "protected": protected, "metadata": metadata, "deep": deep, "dry_run": dry_run}
+    plan = _plan(catalog, policy, **facts, coming=coming)
     unless = Unless(partial(marks_of, catalog), plan.times)
     swept = delete_commits(catalog, plan.victims, "its epoch was pruned", dry_run=dry_run, unless=unless)
     kept = {**plan.kept, **swept.kept}
@@ -142,6 +147,7 @@ def _plan(
     metadata: Any,
     deep: bool,
     dry_run: bool,
+    coming: Sequence[EpochInfo],
 ) -> _Plan:
     times = catalog.commit_times()
     commits = sorted(times)
@@ -160,6 +166,7 @@ def _plan(
         for epoch, manifest in sorted(manifests.items())
         if epoch not in foreign
     ]
+    infos = sorted([*(i for i in infos if i.epoch not in {c.epoch for c in coming}), *coming], key=lambda i: i.epoch)
     chosen, drops = _choose(policy, infos, manifests)
     kept = {**chosen, **foreign, **protected, **unreadable}
     whole = {*foreign, *protected, *unreadable}  # epochs that lose no record either
@@ -170,7 +177,7 @@ def _plan(
         if newest is None:
             kept.update({info.epoch: "no epoch is intact: nothing is deleted" for info in infos})
             whole |= kept.keys()
-        else:
+        elif not any(info.epoch > newest.epoch for info in coming):
             kept.setdefault(newest.epoch, "the newest intact epoch")
             whole.add(newest.epoch)
             for name in newest.left_out:  # or nothing could be resumed from

@@ -37,7 +37,7 @@ from ckptstore.hold import holds
 from ckptstore.manifest import Manifest, check_epoch
 from ckptstore.patience import GRACE_SECONDS
 from ckptstore.pipeline import Progress
-from ckptstore.policies import AnyPolicy
+from ckptstore.policies import AnyPolicy, EpochInfo
 from ckptstore.removing import set_aside
 from ckptstore.repair import RepairReport
 from ckptstore.replication import Lower, Replicator
@@ -180,9 +180,10 @@ class TieredRepository(Repository):
         deep: bool = True,
         weigh: bool = False,
         at_need: bool = False,
+        coming: Sequence[EpochInfo] = (),
     ) -> PruneReport:
         awaited = self._awaited() if at_need and not dry_run else {}
-        report = super()._prune(policy, dry_run=dry_run, deep=deep, weigh=weigh, at_need=at_need)
+        report = super()._prune(policy, dry_run=dry_run, deep=deep, weigh=weigh, at_need=at_need, coming=coming)
         for epoch in sorted(report.removed.keys() & awaited.keys()):
             log.error("epoch %d was deleted from %s for want of space: it was %s", epoch, self.url, awaited[epoch])
         return report

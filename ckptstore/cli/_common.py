@@ -25,8 +25,10 @@ from rich.text import Text
 
 import ckptstore
 from ckptstore.cli._format import clean
-from ckptstore.errors import InvalidArgumentError
+from ckptstore.errors import InvalidArgumentError, RepositoryNotFoundError
 from ckptstore.manifest import check_epoch
+from ckptstore.policies import AnyPolicy
+from ckptstore.stores import MemoryStore
 
 WIDTH_OF_A_PIPE = 250  # nobody wants a table cut at 80 columns in a file
 _OPTION = "--option KEY=VALUE"
@@ -80,12 +82,47 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
+class _Nothing(MemoryStore):
+    """As empty as what is not there."""
+
+
 def open_repository(
-    url: str, options: Sequence[str] | None, unsafe: bool, *, create: bool, run: str = ""
+    url: str,
+    options: Sequence[str] | None,
+    unsafe: bool,
+    *,
+    create: bool,
+    run: str = "",
+    keep: AnyPolicy | None = None,
 ) -> ckptstore.Repository:
     """The repository at ``url``; only a command that writes may create it."""
     # By default no name: a command that is run beside a trainer, in its environment, must not take its run over.
-    return ckptstore.open(url, storage_options(options), create=create, unsafe_single_writer=unsafe, run_id=run)
+    return ckptstore.open(
+        url, storage_options(options), keep=keep, create=create, unsafe_single_writer=unsafe, run_id=run
+    )
+
+
+def open_target(
+    url: str,
+    options: Sequence[str] | None,
+    unsafe: bool,
+    dry_run: bool,
+    *,
+    run: str = "",
+    keep: AnyPolicy | None = None,
+) -> ckptstore.Repository:
+    """The repository that a command writes to, made if need be. For a dry run none is made: one as empty is given."""
+    try:
+        return open_repository(url, options, unsafe, create=not dry_run, run=run, keep=keep)
+    except RepositoryNotFoundError:
+        if not dry_run:
+            raise
+        return ckptstore.Repository(_Nothing(), run_id=run)
+
+
+def url_of(target: ckptstore.Repository, given: str) -> str:
+    """Where the repository of ``open_target`` is, or would be made."""
+    return given if isinstance(target.store, _Nothing) else target.url
 
 
 def ask(question: str, yes: bool) -> None:

@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
+from ckptstore.cli._common import (
+    Debug,
+    DryRun,
+    Json,
+    Options,
+    Unsafe,
+    open_repository,
+    open_target,
+    out,
+    print_json,
+    progress_bar,
+    url_of,
+)
 from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, rate
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.manifest import check_epoch
@@ -28,6 +40,7 @@ def cp(
     epoch: _Epoch,
     replace: _Replace = False,
     limit: Limit = None,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     to_option: ToOptions = None,
@@ -45,16 +58,19 @@ def cp(
     begun = time.perf_counter()
     with open_repository(source, option, False, create=False) as here:
         here.checkpoint(number)  # before the target is made
-        with open_repository(target, to_option, unsafe, create=True) as there:
+        with open_target(target, to_option, unsafe, dry_run) as there:
             with progress_bar("copying") as move:
-                copy = here.copy(number, there, replace=replace, limit=bytes_a_second, progress=move)
-            urls = here.url, there.url
+                copy = here.copy(number, there, replace, bytes_a_second, move, dry_run=dry_run)
+            urls = here.url, url_of(there, target)
     seconds = time.perf_counter() - begun
     if json:
-        facts = {"source": urls[0], "target": urls[1], **as_json(copy)}
+        facts = {"source": urls[0], "target": urls[1], "dry_run": dry_run, **as_json(copy)}
         print_json(to_json({**facts, "seconds": round(seconds, 3)}))
     elif copy.outcome == "there":
         out().print(Text(f"epoch {number} is in {clean(urls[1])} already"))
+    elif dry_run:
+        replaced = f"; {copy.reason}" if copy.reason else ""
+        out().print(Text(f"epoch {number} would be copied to {clean(urls[1])}: {size(copy.bytes_state)}{replaced}"))
     else:
         sent = f"{size(copy.bytes_state)} of state, sent {size(copy.bytes_sent)}"
         out().print(Text(f"copied epoch {number} to {clean(urls[1])}: {sent} in {seconds:.1f} s"))

@@ -13,6 +13,7 @@ from rich.text import Text
 from ckptstore import ExportReport
 from ckptstore.cli._common import (
     Debug,
+    DryRun,
     Json,
     Options,
     Unsafe,
@@ -59,6 +60,7 @@ def export(
     form: _As = _Format.safetensors,
     record: _Records = None,
     force: _Force = False,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -77,7 +79,7 @@ def export(
     with open_repository(url, option, unsafe, create=False) as repo:
         number = pick(repo, number).epoch
         with progress_bar("exporting") as move:
-            report = repo.export(number, to, form.value, names, force, move)
+            report = repo.export(number, to, form.value, names, force, move, dry_run=dry_run)
         seconds = time.perf_counter() - begun
         if json:
             print_json(to_json(_as_json(repo.url, report, seconds)))
@@ -86,11 +88,16 @@ def export(
 
 
 def _as_json(url: str, report: ExportReport, seconds: float) -> dict[str, Any]:
-    files = [{"records": list(one.records), "path": str(one.path), "bytes": one.nbytes} for one in report.files]
+    files: list[dict[str, Any]] = [
+        {"records": list(one.records), "path": str(one.path), "bytes": one.nbytes} for one in report.files
+    ]
+    for row, one in zip(files, report.files, strict=True) if report.dry_run else ():
+        row["overwrites"] = one.overwrites
     return {
         "url": url,
         "epoch": report.epoch,
         "format": report.format,
+        "dry_run": report.dry_run,
         "files": files,
         "bytes": sum(one.nbytes for one in report.files),
         "foreign_types": list(report.foreign_types),
@@ -100,10 +107,15 @@ def _as_json(url: str, report: ExportReport, seconds: float) -> dict[str, Any]:
 
 def _print(report: ExportReport, seconds: float) -> None:
     for one in report.files:
-        out().print(Text(f"{clean(str(one.path))}  {size(one.nbytes)}"))
+        mark = "  would be overwritten" if report.dry_run and one.overwrites else ""
+        out().print(Text(f"{clean(str(one.path))}  {size(one.nbytes)}{mark}"))
     count = f"{len(report.files)} file{'' if len(report.files) == 1 else 's'}"
     total = size(sum(one.nbytes for one in report.files))
-    out().print(Text(f"exported epoch {report.epoch}: {count}, {total}, in {seconds:.1f} s"))
+    if report.dry_run:
+        over = sum(one.overwrites for one in report.files)
+        out().print(Text(f"epoch {report.epoch} would be exported: {count}, {total}; {over} would be overwritten"))
+    else:
+        out().print(Text(f"exported epoch {report.epoch}: {count}, {total}, in {seconds:.1f} s"))
     if report.foreign_types:
         shown = ", ".join(report.foreign_types[:5]) + (", ..." if len(report.foreign_types) > 5 else "")
         warn(

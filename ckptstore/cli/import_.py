@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ckptstore import Finding, Repository, RepositoryNotFoundError, import_files
+from ckptstore import Finding
 from ckptstore.cli import _trainer
 from ckptstore.cli._common import (
     Debug,
@@ -20,14 +19,16 @@ from ckptstore.cli._common import (
     Unsafe,
     Url,
     checked_epoch,
-    open_repository,
+    open_target,
     out,
     print_json,
     progress_bar,
+    url_of,
 )
 from ckptstore.cli._format import clean, to_json
 from ckptstore.cli._trainer import AcceptUnproven, Layout, Need, Pattern, ReplaceForeign
 from ckptstore.options import check_choice
+from ckptstore.watching import importing
 
 _CONFLICT, _CORRUPT = 1, 4
 _NOT_IMPORTED = _trainer.BAD | {"waiting", "changing"}
@@ -76,10 +77,9 @@ def import_(
         if not json:
             _trainer.tell(finding, json)
 
-    with _repository(url, option, unsafe, dry_run) as repo, progress_bar("importing") as move:
-        findings = import_files(
+    with progress_bar("importing") as move:
+        take = importing(
             path,
-            repo,
             epoch=number,
             layout=layout,
             pattern=pattern,
@@ -91,7 +91,9 @@ def import_(
             on_finding=tell,
             progress=move,
         )
-        shown = url if repo.url.startswith("memory:") else repo.url
+        with open_target(url, option, unsafe, dry_run) as repo:
+            findings = take(repo)
+            shown = url_of(repo, url)
         kinds = {finding.kind for finding in findings}
         if json:
             facts = {"url": shown, "dry_run": dry_run, "ok": not kinds & _NOT_IMPORTED}
@@ -99,16 +101,6 @@ def import_(
         else:
             out().print(Text(f"{clean(shown)}: {_trainer.counted(findings)}"))
     _exit(kinds)
-
-
-def _repository(url: str, option: list[str] | None, unsafe: bool, dry_run: bool) -> Repository:
-    """The one to import to; a dry run makes none, and where there is none it takes an empty one."""
-    try:
-        return open_repository(url, option, unsafe, create=not dry_run)
-    except RepositoryNotFoundError:
-        if not dry_run:
-            raise
-        return open_repository(f"memory://import-{uuid.uuid4().hex}", None, False, create=True)
 
 
 def _exit(kinds: Collection[str]) -> None:

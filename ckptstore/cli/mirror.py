@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ckptstore import MirrorReport, Repository, parse_policy
-from ckptstore.cli._common import Debug, DryRun, Json, Options, Unsafe, open_repository, out, print_json, progress_bar
+from ckptstore import MirrorReport, parse_policy
+from ckptstore.cli._common import (
+    Debug,
+    DryRun,
+    Json,
+    Options,
+    Unsafe,
+    open_repository,
+    open_target,
+    out,
+    print_json,
+    progress_bar,
+    url_of,
+)
 from ckptstore.cli._copies import Limit, Source, Target, ToOptions, as_json, chosen_epochs, print_copies, rate
 from ckptstore.cli._format import clean, size, to_json
-from ckptstore.errors import EpochNotFoundError, RepositoryNotFoundError
-from ckptstore.stores import MemoryStore
+from ckptstore.errors import EpochNotFoundError
 
 _CONFLICT, _CORRUPT = 1, 4
 
@@ -31,10 +41,6 @@ _Keep = Annotated[
         help="Only what it keeps, e.g. 'KeepLast(3)': see prune.",
     ),
 ]
-
-
-class _Nothing(MemoryStore):
-    """As empty as what is not there."""
 
 
 def mirror(
@@ -68,10 +74,10 @@ def mirror(
             if epoch not in there_now:  # found out before the target is made
                 raise EpochNotFoundError(f"there is no epoch {epoch} in {here.url}", epoch=epoch)
         aside = here.quarantined() if wanted is None else {}
-        with _target(target, to_option, unsafe, dry_run) as there:
+        with open_target(target, to_option, unsafe, dry_run) as there:
             with progress_bar("mirroring") as move:
                 report = here.mirror(there, wanted, policy, limit=bytes_a_second, progress=move, dry_run=dry_run)
-            urls = here.url, target if isinstance(there.store, _Nothing) else there.url
+            urls = here.url, url_of(there, target)
     seconds = time.perf_counter() - begun
     if json:
         facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "dry_run": dry_run}
@@ -84,14 +90,6 @@ def mirror(
             out().print(Text(f"epoch {epoch} was left out: quarantined: {clean(why)}; --epochs copies it", "yellow"))
     if not report.ok:
         raise typer.Exit(_CORRUPT if report.of("damaged") else _CONFLICT)
-
-
-def _target(url: str, option: list[str] | None, unsafe: bool, dry_run: bool) -> Repository:
-    if dry_run:
-        with suppress(RepositoryNotFoundError):
-            return open_repository(url, option, unsafe, create=False)
-        return Repository(_Nothing())
-    return open_repository(url, option, unsafe, create=True)
 
 
 def _print(target: str, report: MirrorReport, seconds: float) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -14,6 +15,7 @@ from rich.text import Text
 from ckptstore import Checkpoint, Repository
 from ckptstore.cli._common import (
     Debug,
+    DryRun,
     Json,
     Options,
     Unsafe,
@@ -53,6 +55,7 @@ def restore(
     epoch: _Epoch = None,
     record: _Records = None,
     force: _Force = False,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -72,22 +75,46 @@ def restore(
         raise InvalidArgumentError(f"{clean(str(to))} is no folder: choose another --to")
     begun = time.perf_counter()
     with open_repository(url, option, unsafe, create=False) as repo:
-        ckpt, files = _restore(repo, number, record, to, force)
+        ckpt, files = _restore(repo, number, record, to, force, dry_run)
     seconds = time.perf_counter() - begun
-    total = sum(ckpt.records[name].bytes_state for name in files)
     if json:
-        written = [{"record": n, "path": str(p), "bytes": ckpt.records[n].bytes_state} for n, p in files.items()]
-        skipped = [{"epoch": s.epoch, "key": s.key, "reason": s.reason} for s in ckpt.skipped]
-        facts = {"url": repo.url, "epoch": ckpt.epoch, "files": written, "bytes": total, "skipped": skipped}
-        print_json(to_json({**facts, "seconds": round(seconds, 3)}))
-        return
+        print_json(to_json(_as_json(repo.url, ckpt, files, dry_run, seconds)))
+    else:
+        _print(ckpt, files, dry_run, seconds)
+
+
+def _as_json(url: str, ckpt: Checkpoint, files: dict[str, Path], dry_run: bool, seconds: float) -> dict[str, Any]:
+    written: list[dict[str, Any]] = [
+        {"record": name, "path": str(path), "bytes": ckpt.records[name].bytes_state} for name, path in files.items()
+    ]
+    for row in written if dry_run else ():
+        row["overwrites"] = os.path.lexists(row["path"])
+    return {
+        "url": url,
+        "epoch": ckpt.epoch,
+        "dry_run": dry_run,
+        "files": written,
+        "bytes": sum(row["bytes"] for row in written),
+        "skipped": [{"epoch": s.epoch, "key": s.key, "reason": s.reason} for s in ckpt.skipped],
+        "seconds": round(seconds, 3),
+    }
+
+
+def _print(ckpt: Checkpoint, files: dict[str, Path], dry_run: bool, seconds: float) -> None:
+    total = sum(ckpt.records[name].bytes_state for name in files)
+    over = {name for name, path in files.items() if dry_run and os.path.lexists(path)}
     for name, path in files.items():
-        out().print(Text(f"{clean(str(path))}  {size(ckpt.records[name].bytes_state)}"))
+        mark = "  would be overwritten" if name in over else ""
+        out().print(Text(f"{clean(str(path))}  {size(ckpt.records[name].bytes_state)}{mark}"))
+    if dry_run:
+        what = f"{len(files)} files, {size(total)}; {len(over)} would be overwritten"
+        out().print(Text(f"epoch {ckpt.epoch} would be restored: {what}"))
+        return
     out().print(Text(f"restored epoch {ckpt.epoch}: {len(files)} files, {size(total)}, in {seconds:.1f} s"))
 
 
 def _restore(
-    repo: Repository, epoch: int | None, wanted: Sequence[str] | None, to: Path, force: bool
+    repo: Repository, epoch: int | None, wanted: Sequence[str] | None, to: Path, force: bool, dry_run: bool
 ) -> tuple[Checkpoint, dict[str, Path]]:
     """Restore; when no epoch was named and the newest turns out damaged, the next older one."""
     while True:
@@ -95,7 +122,8 @@ def _restore(
         files = _choose(repo, ckpt, wanted, to)
         _refuse_existing(files, force)
         try:
-            _write(ckpt, files, to, force)
+            if not dry_run:
+                _write(ckpt, files, to, force)
             return ckpt, files
         except CorruptionError as error:
             if epoch is not None:

@@ -10,22 +10,24 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from ckptstore import Checkpoint, Tally
+from ckptstore import Checkpoint, Repository, Tally
 from ckptstore.cli._common import (
     Debug,
+    DryRun,
     Json,
     Options,
     Unsafe,
     Url,
     as_value,
-    open_repository,
+    open_target,
     out,
     print_json,
     progress_bar,
     split_pairs,
+    url_of,
 )
 from ckptstore.cli._format import clean, ratio, size, to_json
-from ckptstore.errors import InvalidRecordError, NotFoundError
+from ckptstore.errors import CorruptionError, EpochExistsError, InvalidRecordError, NotFoundError
 from ckptstore.manifest import check_epoch, check_record_name
 
 _Files = Annotated[
@@ -56,6 +58,7 @@ def save(
     epoch: _Epoch,
     metadata: _Metadata = None,
     replace: _Replace = False,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -70,7 +73,10 @@ def save(
     facts = {key: as_value(value) for key, value in split_pairs(metadata or (), "--metadata KEY=VALUE").items()}
     total = sum(path.stat().st_size for path in files.values())
     begun = time.perf_counter()
-    with open_repository(url, option, unsafe, create=True) as repo:
+    with open_target(url, option, unsafe, dry_run) as repo:
+        if dry_run:
+            _plan(repo, url_of(repo, url), number, files, replace, json)
+            return
         with progress_bar("saving") as move, repo.begin(number, facts, replace, progress=move, total=total) as txn:
             for name, path in files.items():
                 txn.write_file(name, path)
@@ -81,6 +87,31 @@ def save(
             print_json(to_json(_as_json(repo.url, ckpt, report, seconds)))
         else:
             _print(repo.url, ckpt, report, seconds)
+
+
+def _plan(repo: Repository, url: str, epoch: int, files: dict[str, Path], replace: bool, json: bool) -> None:
+    """Say what a save would do."""
+    old: dict[str, Any] | None = None
+    if epoch in repo.epochs():
+        if not replace:
+            raise EpochExistsError(
+                f"epoch {epoch} is already committed in {url}: save another epoch, or pass replace=True", epoch=epoch
+            )
+        try:
+            ckpt = repo.checkpoint(epoch)
+            old = {"generation": ckpt.generation, "records": sorted(ckpt.records), "created": ckpt.created}
+        except CorruptionError as error:
+            old = {"damaged": error.message}
+    total = sum(path.stat().st_size for path in files.values())
+    if json:
+        facts = {"url": url, "epoch": epoch, "dry_run": True, "records": sorted(files), "bytes_state": total}
+        print_json(to_json({**facts, "replaces": old}))
+        return
+    what = f"{len(files)} record{'' if len(files) == 1 else 's'}, {size(total)}"
+    out().print(Text(f"epoch {epoch} would be saved in {clean(url)}: {what}"))
+    if old is not None:
+        is_there = clean(old.get("damaged") or f"{', '.join(old['records'])}, of {old['created']}")
+        out().print(Text(f"it would replace what is there under that number: {is_there}"))
 
 
 def _print(url: str, ckpt: Checkpoint, report: Tally, seconds: float) -> None:
@@ -105,6 +136,7 @@ def _as_json(url: str, ckpt: Checkpoint, report: Tally, seconds: float) -> dict[
     return {
         "url": url,
         "epoch": ckpt.epoch,
+        "dry_run": False,
         "generation": ckpt.generation,
         "records": sorted(ckpt.records),
         "bytes_state": report.bytes_state,

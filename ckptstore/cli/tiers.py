@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,11 +12,24 @@ from rich.table import Table
 from rich.text import Text
 
 import ckptstore
-from ckptstore import Tier, TierStatus, parse_policy
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, open_repository, out, print_json, storage_options, warn
+from ckptstore import EpochInfo, RepositoryNotFoundError, Tier, TierStatus, parse_policy
+from ckptstore.cli._common import (
+    Debug,
+    DryRun,
+    Json,
+    Options,
+    Unsafe,
+    open_repository,
+    out,
+    print_json,
+    storage_options,
+    warn,
+)
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.policies import Policy
 from ckptstore.stores.opening import is_bucket
+from ckptstore.telling import timestamp
 
 _OLD, _UNAVAILABLE = 1, 5
 _SPAN = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)?")
@@ -54,6 +68,7 @@ def tiers(
     keep: _Keep = None,
     max_age: _MaxAge = None,
     copy: _Copy = None,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -61,7 +76,8 @@ def tiers(
 ) -> None:
     """Show how each tier stands: its newest epoch, how old that is, and what it is still to get from the first tier.
 
-    Without [cyan]--copy[/cyan] nothing is written; a trainer may be running. The first tier must be there (exit code
+    Without [cyan]--copy[/cyan] nothing is written; a trainer may be running. With it, [cyan]--dry-run[/cyan] says what
+    would be copied, and what [cyan]--keep[/cyan] would then prune. The first tier must be there (exit code
     3): only a save makes it. Exit code 5: a tier does not answer.
 
     Example: [cyan]ckptstore tiers /nvme/run s3://bucket/run --max-age 6h[/cyan]
@@ -75,14 +91,25 @@ def tiers(
     places: list[str | Tier] = [urls[0], *(Tier(url, keep=policy) for url in urls[1:])]
     options: dict[str, Any] = {"unsafe_single_writer": unsafe, "run_id": "", "exit_timeout": 0.0}
     with ckptstore.open(places, storage_options(option), create=False, **options) as repo:
-        if seconds is not None:
+        if seconds is not None and not dry_run:
             repo.wait_for_tiers(min(seconds, 86_400.0))
         found = repo.tiers()
+    pruned: dict[str, list[int]] = {}
+    if dry_run and seconds is not None and policy is not None:
+        pruned = {
+            one.url: _would_go(one, url, urls[0], policy, option, unsafe)
+            for one, url in zip(found[1:], urls[1:], strict=True)
+        }
     late = [one for one in found if limit is not None and (one.age is None or one.age > limit)]
     if json:
-        print_json(to_json({"tiers": [asdict(one) for one in found], "too_old": [one.url for one in late]}))
+        rows = [{**asdict(one), "to_prune": pruned.get(one.url, [])} for one in found]
+        print_json(to_json({"tiers": rows, "too_old": [one.url for one in late], "dry_run": dry_run}))
     else:
         _print(found)
+        for one in found[1:] if dry_run and seconds is not None else ():
+            gone = ", ".join(map(str, pruned.get(one.url, []))) or "nothing"
+            copied = ", ".join(map(str, one.waiting)) or "nothing"
+            out().print(Text(f"{clean(one.url)}: would be copied: {copied}; would then be pruned: {gone}"))
     for one in late:
         said = "holds no epoch" if one.age is None else f"its newest epoch is {_age(one.age)} old"
         warn(f"{one.url}: {said}, and --max-age is {max_age}")
@@ -90,6 +117,27 @@ def tiers(
         raise typer.Exit(_UNAVAILABLE)
     if late:
         raise typer.Exit(_OLD)
+
+
+def _would_go(
+    tier: TierStatus, url: str, first: str, policy: Policy, option: list[str] | None, unsafe: bool
+) -> list[int]:
+    """The epochs that a lower tier would let go of, once it has what is waiting."""
+    with ExitStack() as opened:
+        here, there = (option if is_bucket(place) else None for place in (first, url))
+        source = opened.enter_context(open_repository(first, here, unsafe, create=False))
+        coming = [
+            EpochInfo(
+                number, ckpt.metadata, timestamp(ckpt.created), sum(r.bytes_stored for r in ckpt.records.values())
+            )
+            for number in tier.waiting
+            for ckpt in [source.checkpoint(number)]
+        ]
+        try:
+            target = opened.enter_context(open_repository(url, there, unsafe, create=False))
+        except RepositoryNotFoundError:
+            return []
+        return sorted(target.plan(policy, coming=coming).removed)
 
 
 def _seconds(option: str, text: str | None) -> float | None:

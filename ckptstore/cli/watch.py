@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +15,26 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-import ckptstore
-from ckptstore import Finding, parse_policy
+from ckptstore import EpochInfo, Finding, PruneReport, Repository, parse_policy
 from ckptstore.cli import _trainer
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, Url, err, progress_bar, storage_options
-from ckptstore.cli._format import clean
+from ckptstore.cli._common import (
+    Debug,
+    DryRun,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    err,
+    open_target,
+    out,
+    print_json,
+    progress_bar,
+    url_of,
+)
+from ckptstore.cli._format import clean, size, to_json
 from ckptstore.cli._trainer import AcceptUnproven, Layout, Need, Pattern, ReplaceForeign
+from ckptstore.policies import Policy
+from ckptstore.watching import following
 
 _Folder = Annotated[
     Path, typer.Argument(metavar="DIR", show_default=False, help="The folder that the trainer saves to.")
@@ -60,6 +75,7 @@ def watch(
     run: _Run = "",
     replace: ReplaceForeign = False,
     accept_unproven: AcceptUnproven = False,
+    dry_run: DryRun = False,
     json: Json = False,
     option: Options = None,
     unsafe: Unsafe = False,
@@ -69,19 +85,15 @@ def watch(
 
     An epoch is finished when its files are all there, have not changed for some seconds, and are whole, as far as
     their format can prove it. The trainer is not disturbed; what it deletes stays in the repository. On SIGTERM or
-    Ctrl-C what is finished is committed first. --json prints a line for each event.
+    Ctrl-C what is finished is committed first. --json prints a line for each event. --dry-run looks once, as --once
+    does, and says what would be committed and what --keep would then prune.
 
     Example: [cyan]ckptstore watch artifacts/ s3://runs/burn --keep 'KeepLast(20)'[/cyan]
     """
     policy = None if keep is None else parse_policy(keep)
-    opened = ckptstore.open(
-        url, storage_options(option), keep=policy, create=True, unsafe_single_writer=unsafe, run_id=run
-    )
-    with opened as repo, progress_bar("saving") as move, _told_to_end() as stop:
-        err().print(Text(f"watching {clean(str(folder))} for {clean(repo.url)}"), style="dim")
-        findings = ckptstore.watch(
+    with progress_bar("saving") as move, _told_to_end() as stop:
+        follow = following(
             folder,
-            repo,
             layout=layout,
             pattern=pattern,
             need=_trainer.names(need),
@@ -90,12 +102,33 @@ def watch(
             once=once,
             replace=replace,
             accept_unproven=accept_unproven,
+            dry_run=dry_run,
             stop=stop,
             on_finding=lambda finding: _tell(finding, json),
             progress=move,
         )
+        with open_target(url, option, unsafe, dry_run, run=run, keep=policy) as repo:
+            err().print(Text(f"watching {clean(str(folder))} for {clean(url_of(repo, url))}"), style="dim")
+            findings = follow(repo)
+            if dry_run and policy is not None:
+                _tell_of_prune(_plan(repo, policy, findings), json)
     if not json:
         err().print(Text(f"ended: {_trainer.counted(findings) or 'nothing was there'}"), style="dim")
+
+
+def _plan(repo: Repository, policy: Policy, findings: list[Finding]) -> PruneReport:
+    """What the policy would take once that is saved which is due."""
+    due = [EpochInfo(one.epoch, {}, time.time(), one.nbytes) for one in findings if one.kind == "due"]
+    return repo.plan(policy, coming=due)
+
+
+def _tell_of_prune(plan: PruneReport, json: bool) -> None:
+    if json:
+        facts = {"kind": "prune", "dry_run": True, "epochs": plan.removed, "bytes_freed": plan.bytes_freed}
+        print_json(to_json(facts, line=True))
+        return
+    gone = f"epochs {', '.join(map(str, plan.removed))} ({size(plan.bytes_freed)})" if plan.removed else "nothing"
+    out().print(Text(f"then {gone} would be pruned"))
 
 
 def _tell(finding: Finding, json: bool) -> None:

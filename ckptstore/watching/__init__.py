@@ -48,6 +48,7 @@ def watch(
     once: bool = False,
     replace: bool = False,
     accept_unproven: bool = False,
+    dry_run: bool = False,
     stop: threading.Event | None = None,
     on_finding: Callable[[Finding], object] | None = None,
     progress: Progress | None = None,
@@ -70,6 +71,7 @@ def watch(
         once: return when nothing of what was there at the beginning is changing any more.
         replace: replace also epochs of that number that come from elsewhere.
         accept_unproven: take files whose format cannot prove that they are whole for whole when they are still.
+        dry_run: commit nothing, and return as with ``once``: what would be committed is of kind "due".
         stop: set it, from another thread or a signal handler, to end.
         on_finding: called with a ``Finding`` whenever one is news.
         progress: called with ``(bytes done, bytes in all)``, from worker threads.
@@ -84,7 +86,42 @@ def watch(
         NotFoundError: with ``once``, there is no such folder.
         CkptStoreError: only at the end: nothing could be committed, and why.
     """
-    place = Path(os.path.abspath(folder))
+    follow = following(
+        folder,
+        layout=layout,
+        pattern=pattern,
+        need=need,
+        quiet=quiet,
+        interval=interval,
+        once=once,
+        replace=replace,
+        accept_unproven=accept_unproven,
+        dry_run=dry_run,
+        stop=stop,
+        on_finding=on_finding,
+        progress=progress,
+    )
+    return follow(repo)
+
+
+def following(
+    folder: str | os.PathLike[str],
+    *,
+    layout: str | None,
+    pattern: str | None,
+    need: Collection[str],
+    quiet: float,
+    interval: float,
+    once: bool,
+    replace: bool,
+    accept_unproven: bool,
+    dry_run: bool,
+    stop: threading.Event | None,
+    on_finding: Callable[[Finding], object] | None,
+    progress: Progress | None,
+) -> Callable[[Repository], list[Finding]]:
+    """What ``watch`` does with a repository. What it refuses is refused here, before one is opened, or made."""
+    place, once = Path(os.path.abspath(folder)), once or dry_run
     if place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is no folder: watch the one that the trainer saves to")
     if once and not place.exists():
@@ -92,10 +129,15 @@ def watch(
     for name, seconds in (("quiet", quiet), ("interval", interval)):
         if type(seconds) not in (int, float) or not 0 <= seconds <= 24 * 3600:
             raise InvalidArgumentError(f"{name} must be 0 to 86400 seconds, not {seconds!r}")
-    rules = _rules(need, quiet=float(quiet), replace=replace, accept_unproven=accept_unproven)
-    watcher = Watcher(place, repo, partial(find, place, layout_of(layout, pattern)), rules, progress)
-    following = _Following(watcher, on_finding or _ignore)
-    return following.run(float(interval), rules.quiet, once, stop or threading.Event())
+    rules = _rules(need, quiet=float(quiet), replace=replace, accept_unproven=accept_unproven, dry_run=dry_run)
+    look = partial(find, place, layout_of(layout, pattern))
+
+    def follow(repo: Repository) -> list[Finding]:
+        watcher = Watcher(place, repo, look, rules, progress)
+        end = stop or threading.Event()
+        return _Following(watcher, on_finding or _ignore).run(float(interval), rules.quiet, once, end)
+
+    return follow
 
 
 def import_files(
@@ -140,6 +182,37 @@ def import_files(
         InvalidArgumentError, FormatError, FencedError: as for ``watch``.
         StoreError: the store failed, or the folder cannot be listed. What was committed before is.
     """
+    take = importing(
+        path,
+        epoch=epoch,
+        layout=layout,
+        pattern=pattern,
+        need=need,
+        replace=replace,
+        accept_unproven=accept_unproven,
+        dry_run=dry_run,
+        arrays=arrays,
+        on_finding=on_finding,
+        progress=progress,
+    )
+    return take(repo)
+
+
+def importing(
+    path: str | os.PathLike[str],
+    *,
+    epoch: int | None,
+    layout: str | None,
+    pattern: str | None,
+    need: Collection[str],
+    replace: bool,
+    accept_unproven: bool,
+    dry_run: bool,
+    arrays: bool,
+    on_finding: Callable[[Finding], object] | None,
+    progress: Progress | None,
+) -> Callable[[Repository], list[Finding]]:
+    """What ``import_files`` does with a repository. What it refuses is refused here, before one is opened, or made."""
     place = Path(os.path.abspath(path))
     if not place.exists():
         raise NotFoundError(f"{place} does not exist: nothing to import")
@@ -155,13 +228,16 @@ def import_files(
     if not chosen:
         what = f"epoch {epoch}" if epoch is not None else "checkpoint under a name of a known layout"
         raise NotFoundError(f"{place} holds no {what}", epoch=epoch)
-    watcher = Watcher(folder, repo, lambda: found, rules, progress, only=chosen)
     tell = on_finding or _ignore
-    findings = []
-    for finding in watcher.looking():
-        findings.append(finding)
-        tell(finding)
-    return findings
+
+    def take(repo: Repository) -> list[Finding]:
+        findings = []
+        for finding in Watcher(folder, repo, lambda: found, rules, progress, only=chosen).looking():
+            findings.append(finding)
+            tell(finding)
+        return findings
+
+    return take
 
 
 class _Following:

@@ -163,7 +163,7 @@ class Watcher:
                 self._check_ours(epoch, origin)
             trees = self._trees(seen) if self._rules.arrays else None
             if self._rules.dry_run:
-                return "due"
+                raise _NotYetError("due", "it replaces what is there" if self._is_there(epoch) else "")
             return self._commit(epoch, seen, sources, sizes, trees)
 
     def _commit(
