@@ -26,7 +26,7 @@ from ckptstore.failures import Failures
 from ckptstore.flights import Flights
 from ckptstore.foundation import Foundation
 from ckptstore.manifest import Manifest, check_epoch, check_record_name
-from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose
+from ckptstore.mirror import EpochCopy, Mirror, MirrorReport, Place, choose, with_pins
 from ckptstore.pipeline import Progress
 from ckptstore.policies import AnyPolicy, Policy
 from ckptstore.reader import Problem
@@ -154,8 +154,8 @@ class Caring:
 
         Every byte is checked before it is sent. What is there already is not sent again, nor what a mirror that was
         killed has sent. Epochs of the target's own stay as they are, also under the same number, and nothing is
-        deleted but what a newer content of the same epoch replaces. It can be called again after any failure, and
-        by several at once.
+        deleted but what a newer content of the same epoch replaces. Epochs that are pinned here, and are there, are
+        pinned there too; nothing is unpinned. It can be called again after any failure, and by several at once.
 
         Args:
             to: the repository to copy to, on any store.
@@ -177,10 +177,13 @@ class Caring:
             raise InvalidArgumentError("a mirror copies whole epochs: keep must be one policy, not one for each record")
         numbers = None if epochs is None else [check_epoch(epoch) for epoch in epochs]
         if options.check_flag("dry_run", dry_run):
-            return Mirror(self._catalog, self._place_to_look_at(to)).plan(choose(self._catalog, numbers, policy))
+            look = Mirror(self._catalog, self._place_to_look_at(to))
+            chosen = choose(self._catalog, numbers, policy)
+            return with_pins(self._catalog, to._catalog, lambda: look.plan(chosen), dry_run=True)
         begun = time.perf_counter()
         mirror = Mirror(self._catalog, self._place(to), limit=limit, hold=True, progress=progress)
-        report = mirror.run(choose(self._catalog, numbers, policy))
+        chosen = choose(self._catalog, numbers, policy)
+        report = with_pins(self._catalog, to._catalog, lambda: mirror.run(chosen), dry_run=False)
         facts = {"copied": len(report.of("copied")), "bytes_sent": report.bytes_sent, "ok": report.ok}
         where, seconds = to._catalog.store.traits.url, time.perf_counter() - begun
         self._events.tell(MirrorDone, to=where, seconds=seconds, **facts)

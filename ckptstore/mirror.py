@@ -11,12 +11,12 @@ import logging
 import threading
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckptstore import keys
+from ckptstore import keys, pins
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.checkpoint import metadata_of
 from ckptstore.copying import CopyTransaction, SourceDamageError
@@ -73,6 +73,8 @@ class MirrorReport:
 
     epochs: tuple[EpochCopy, ...]
     dry_run: bool = False
+    pins: Mapping[int, str] = field(default_factory=dict)
+    """Epochs that were pinned in the target because they are in the source, each with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -135,6 +137,26 @@ def choose(
         kept = policy.keep(infos)
         found = [(c, m) for c, m in found if c.epoch in kept or isinstance(m, CorruptionError)]
     return found[::-1]
+
+
+def with_pins(source: Catalog, target: Catalog, run: Callable[[], MirrorReport], *, dry_run: bool) -> MirrorReport:
+    """Run a mirror, and take the pins of the source along: first of what is there already, for it may be pruned."""
+    coming: set[int] = set()
+
+    def attempt(catalog: Catalog, epoch: int) -> str | None:
+        found = [m for _, m in catalog.manifests(catalog.committed(epoch)[-1:]) if isinstance(m, Manifest)]
+        return found[0].first.attempt if found else None
+
+    def same(epoch: int) -> bool:
+        ours = attempt(source, epoch)
+        return epoch in coming or (ours is not None and ours == attempt(target, epoch))
+
+    shared = pins.share(source.store, target, same, dry_run=dry_run)
+    report = run()
+    if report.of("copied"):
+        coming.update(report.of("copied") if dry_run else ())
+        shared.update(pins.share(source.store, target, same, dry_run=dry_run))
+    return replace(report, pins=shared)
 
 
 class Mirror:

@@ -8,6 +8,7 @@ reason is lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timezone
 
 import msgspec
@@ -90,6 +91,31 @@ def pinned(store: Store) -> dict[int, str]:
         except (CorruptionError, FormatError):
             found[epoch] = "(its reason cannot be read)"
     return dict(sorted(found.items()))
+
+
+def share(source: Store, target: Catalog, same: Callable[[int], bool], *, dry_run: bool = False) -> dict[int, str]:
+    """Pin in ``target`` what is pinned in ``source``. What is pinned there stays so, with its own reason.
+
+    Args:
+        same: whether an epoch of ``source`` is the one of that number in ``target``.
+        dry_run: put nothing.
+
+    Returns:
+        The pins that were put (in a dry run: would be), each with its reason.
+    """
+    wanted = pinned(source)
+    there = pinned(target.store) if wanted else {}
+    shared: dict[int, str] = {}
+    for epoch, reason in wanted.items():
+        if epoch in there or not same(epoch):
+            continue
+        try:
+            if not dry_run:
+                put(target, epoch, reason)
+        except EpochNotFoundError:  # deleted meanwhile
+            continue
+        shared[epoch] = reason
+    return shared
 
 
 def decode_pin(data: bytes, key: str) -> Pin:

@@ -407,12 +407,12 @@ class Replicator:
 
     def _share_pins(self, member: Repository, target: Mapping[int, Entry]) -> None:
         source = self._roll.last or {}
-        wanted = pins.pinned(self._first.store)
-        for epoch in wanted.keys() - pins.pinned(member.store).keys() if wanted else ():
+
+        def same(epoch: int) -> bool:
             ours, theirs = source.get(epoch), target.get(epoch)
-            if ours is not None and theirs is not None and ours.first.attempt == theirs.first.attempt:
-                with suppress(EpochNotFoundError):
-                    pins.put(member._catalog, epoch, wanted[epoch])
+            return ours is not None and theirs is not None and ours.first.attempt == theirs.first.attempt
+
+        pins.share(self._first.store, member._catalog, same)
 
     def _prune(self, member: Repository) -> None:
         if self.keep is None:

@@ -60,8 +60,8 @@ def mirror(
 
     Every byte is checked before it is sent; what DST has is not sent again. It can be killed and called again at any
     time, also by several at once. Epochs that DST alone has stay. Damaged epochs of SRC are reported and skipped (exit
-    code 4), and so are numbers under which DST has another content (exit code 1). Quarantined epochs are left out, and
-    pins do not come along: they are of one place.
+    code 4), and so are numbers under which DST has another content (exit code 1). Quarantined epochs are left out. What
+    is pinned in SRC and is in DST is pinned there too; nothing is unpinned.
 
     Example: [cyan]ckptstore mirror /nvme/run s3://runs/llama --limit 50MB/s[/cyan]
     """
@@ -82,10 +82,12 @@ def mirror(
     if json:
         facts = {"source": urls[0], "target": urls[1], "ok": report.ok, "dry_run": dry_run}
         facts["bytes_sent"] = report.bytes_sent
-        facts["left_out"] = aside
+        facts["left_out"], facts["pins"] = aside, dict(report.pins)
         print_json(to_json({**facts, "seconds": round(seconds, 3), "epochs": [as_json(c) for c in report.epochs]}))
     else:
         _print(urls[1], report, seconds)
+        for epoch, why in report.pins.items():
+            out().print(Text(f"epoch {epoch} {'would be' if dry_run else 'is now'} pinned there too: {clean(why)}"))
         for epoch, why in aside.items():
             out().print(Text(f"epoch {epoch} was left out: quarantined: {clean(why)}; --epochs copies it", "yellow"))
     if not report.ok:

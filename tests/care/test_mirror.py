@@ -632,3 +632,35 @@ def test_a_mirror_keeps_times_and_what_was_left_out(tmp_path: Path) -> None:
             assert source.plan(policy).kept == whole.plan(policy).kept == thin.plan(policy).kept
         assert thin.checkpoint(1).load() == {"model": {"w": 1}}
         assert thin.verify().ok
+
+
+def test_pins_come_along() -> None:
+    """Of what is copied, of what an earlier mirror copied, and of no other epoch; nothing is unpinned in the target."""
+    source, target = filled(MemoryStore(), (1, 2, 3, 4)), open_repo(MemoryStore())
+    source.mirror(target, [1, 2])
+    target.save(4, make_state(40))  # of its own, under the same number
+    target.pin(2, "said there")
+    for epoch in (1, 2, 3, 4):
+        source.pin(epoch, f"reason {epoch}")
+    before = contents(target.store)
+    dry = source.mirror(target, dry_run=True)
+    assert dry.pins == {1: "reason 1", 3: "reason 3"}
+    assert contents(target.store) == before
+    report = source.mirror(target)
+    assert report.pins == dry.pins
+    assert target.pins() == {1: "reason 1", 2: "said there", 3: "reason 3"}
+    assert target.prune(KeepLast(1)).removed == {}
+    source.unpin(1)
+    assert source.mirror(target).pins == {}
+    assert 1 in target.pins()
+
+
+def test_a_pin_of_what_is_there_comes_before_the_copies() -> None:
+    """Copies can take hours, and fail: a prune of the target must not take a pinned epoch meanwhile."""
+    source = filled(MemoryStore(), (1, 2))
+    source.mirror(open_repo(store := MemoryStore()), [1])
+    source.pin(1, "the paper")
+    broken = FaultStore(store, [Fault("put", keys.ATTEMPTS, error=AccessError("no"), times=None)])
+    with pytest.raises(AccessError):
+        source.mirror(open_repo(broken))
+    assert open_repo(store).pins() == {1: "the paper"}

@@ -104,6 +104,18 @@ def test_mirror_dry_run(run: Run, state_repo: Path, tmp_path: Path) -> None:
         assert repo.epochs() == [2]
 
 
+def test_mirror_tells_of_pins(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """Those that it takes along, and in a dry run those that it would."""
+    assert run("pin", state_repo, 2, "--reason", "the paper").code == 0
+    line = ("mirror", state_repo, tmp_path / "two")
+    assert "epoch 2 would be pinned there too: the paper" in run(*line, "--dry-run").out
+    assert not (tmp_path / "two").exists()
+    assert run(*line, "--json").json["pins"] == {"2": "the paper"}
+    assert run(*line, "--json").json["pins"] == {}
+    assert run("unpin", tmp_path / "two", 2).code == 0
+    assert "epoch 2 is now pinned there too: the paper" in run(*line).out
+
+
 def test_mirror_of_some(run: Run, state_repo: Path, tmp_path: Path) -> None:
     """``--epochs`` chooses; a number that is not there is exit code 3, and then no target is made."""
     missing = run("mirror", state_repo, tmp_path / "two", "--epochs", "2,7", "--json")
