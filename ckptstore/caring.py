@@ -309,7 +309,7 @@ class Caring:
             mend = Repair(self._catalog, self._foundation.id, others, dry_run=dry_run, progress=progress)
             reason = self._foundation.mend_marker(dry_run)
             marker = None if reason is None else Mend(keys.MARKER, reason, "the manifests")
-            return RepairReport(mend.run(number), dry_run, marker)
+            return RepairReport(mend.run(number), dry_run, marker, {} if number is not None else mend.absent())
 
     def _source(self, source: Caring | str | os.PathLike[str], opened: ExitStack) -> Catalog:
         catalog = source._catalog if isinstance(source, Caring) else Catalog(opened.enter_context(open_store(source)))

@@ -14,17 +14,19 @@ is durable. In the same way an epoch comes back as a whole where nothing else he
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from ckptstore import keys, quarantine
 from ckptstore.catalog import Catalog, Committed
 from ckptstore.claim import Claim
 from ckptstore.errors import (
+    AccessError,
     CkptStoreError,
     CorruptionError,
     EpochExistsError,
@@ -42,6 +44,8 @@ from ckptstore.spares import Spares
 from ckptstore.sweep import delete_commits
 
 log = logging.getLogger("ckptstore")
+
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)  # of this one object, and of no other
 
 State = Literal["intact", "mended", "mendable", "damaged"]
 Stands = Callable[[], bool]
@@ -92,6 +96,9 @@ class RepairReport:
     dry_run: bool = False
     marker: Mend | None = None
     """What became of ``ckptstore.json``; None if nothing was wrong with it."""
+    absent: Mapping[int, str] = field(default_factory=dict)
+    """Epochs of this repository that are not here, but in a source: its URL. No damage: a policy may have pruned them
+    here, or somebody deleted them. But one whose manifest was lost shows nowhere else. A mirror brings them."""
 
     @property
     def ok(self) -> bool:
@@ -139,6 +146,8 @@ class Repair:
         progress: Progress | None = None,
     ) -> None:
         self._catalog = catalog
+        self._repository = repository
+        self._others = tuple(others)
         self._store = catalog.store
         self._dry_run = dry_run
         self._progress = progress
@@ -157,7 +166,9 @@ class Repair:
         """
         commits = self._catalog.committed(epoch)
         if epoch is not None and not commits:
-            raise EpochNotFoundError(f"there is no epoch {epoch} in {self._store.traits.url}", epoch=epoch)
+            elsewhere = self.absent(epoch).get(epoch)
+            rest = "" if elsewhere is None else f"; {elsewhere} has it, and a mirror from there brings it"
+            raise EpochNotFoundError(f"there is no epoch {epoch} in {self._store.traits.url}{rest}", epoch=epoch)
         rows: list[EpochRepair] = []
         whole: set[int] = set()  # epochs of which a newer generation is whole
         for commit in reversed(commits):
@@ -167,6 +178,29 @@ class Repair:
                     rows.append(row)
                     whole.update([commit.epoch] if row.state != "damaged" else [])
         return tuple(sorted(rows, key=lambda row: (row.epoch, row.generation)))
+
+    def absent(self, epoch: int | None = None) -> dict[int, str]:
+        """Epochs (or this one) that a source holds of this repository, and this place does not: the source's URL.
+
+        Of this repository are those that were committed here first, or where those that are here were. What is set
+        aside in the source does not count.
+        """
+        if not self._others:
+            return {}
+        here = self._catalog.committed()
+        known = {commit.epoch for commit in here}
+        origins = {self._repository} | {m.first.repository for _, m in self._catalog.manifests(here) if _reads(m)}
+        found: dict[int, str] = {}
+        for other in self._others:
+            there = {c.epoch: c for c in other.committed(epoch) if c.epoch not in known and c.epoch not in found}
+            for commit, manifest in other.manifests(there.values()):
+                if (
+                    _reads(manifest)
+                    and manifest.first.repository in origins
+                    and other.set_aside(commit, manifest) is None
+                ):
+                    found[commit.epoch] = other.store.traits.url
+        return dict(sorted(found.items()))
 
     def _mend_commit(
         self, commit: Committed, manifest: Manifest | CorruptionError, outdated: bool
@@ -263,14 +297,18 @@ class Repair:
         spare = found.indexes.get(key) if chunk is None else self._spares.frame(chunk)
         mend = Mend(key, found.problems[key], spare[1] if spare is not None else "")
         if spare is not None and not self._dry_run:
-            self._put(key, spare[0])
             try:
+                self._put(key, spare[0])
                 if chunk is not None:
                     read_chunk(self._store, chunk, fetch_chunk(self._store, chunk))
                 elif entry is not None:
                     read_index(self._store, entry)
             except CorruptionError as error:
                 mend = replace(mend, failed=f"what was put there reads back wrong: {error.message}")
+            except AccessError as error:
+                if error.errno not in _IN_THE_WAY:
+                    raise
+                mend = replace(mend, failed=error.message)
         if mend.ok and not self._dry_run:
             self._good.add(key)
         self._done[key] = mend
@@ -351,6 +389,10 @@ class Repair:
     @property
     def _mended(self) -> State:
         return "mendable" if self._dry_run else "mended"
+
+
+def _reads(manifest: Manifest | CorruptionError) -> TypeGuard[Manifest]:
+    return isinstance(manifest, Manifest)
 
 
 def _reason(problem: Problem) -> str:

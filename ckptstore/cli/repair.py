@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import ExitStack
 from typing import Annotated, Any
 
@@ -68,7 +69,8 @@ def repair(
 
     Looked for is the same content in other epochs, then in each --from. A copy is proved before it is put, and what
     was put is read back. It can be killed and called again: nothing gets worse. What cannot be mended is listed, with
-    the records that can still be restored, and the exit code is 4.
+    the records that can still be restored, and the exit code is 4. Epochs that a --from has and URL has not are listed
+    too: they may have been pruned, or have lost their manifest, and [cyan]mirror[/cyan] brings them.
 
     Example: [cyan]ckptstore repair /nvme/run --from s3://runs/llama --dry-run[/cyan]
     """
@@ -87,6 +89,7 @@ def repair(
             print_json(to_json(_as_json(repo.url, report)))
         else:
             _print(repo.url, report)
+            _print_absent(url, {other.url: place for other, place in zip(others, source or (), strict=True)}, report)
     if not report.ok:
         raise typer.Exit(_CORRUPT)
 
@@ -97,6 +100,7 @@ def _as_json(url: str, report: RepairReport) -> dict[str, Any]:
         "ok": report.ok,
         "dry_run": report.dry_run,
         "marker": None if report.marker is None else _mend(report.marker),
+        "absent": dict(report.absent),
         "epochs": [
             {
                 "epoch": row.epoch,
@@ -133,6 +137,16 @@ def _print(url: str, report: RepairReport) -> None:
     for row in report.epochs:
         if row.state != "intact":
             console.print(Text.assemble(f"epoch {row.epoch}: ", (row.state, _STYLES[row.state]), clean(_left(row))))
+
+
+def _print_absent(url: str, given: dict[str, str], report: RepairReport) -> None:
+    """What the sources have and this place has not: perhaps on purpose."""
+    for place in dict.fromkeys(report.absent.values()):
+        numbers = ",".join(str(epoch) for epoch, where in report.absent.items() if where == place)
+        line = f"ckptstore mirror {shlex.quote(given.get(place, place))} {shlex.quote(url)} --epochs {numbers}"
+        why = "pruned or deleted here, or their manifests are lost, which cannot be told apart"
+        text = f"in {clean(place)} and not here: {numbers} ({why}). This brings them: {clean(line)}"
+        out().print(Text(text, "yellow"), soft_wrap=True)
 
 
 def _lines(report: RepairReport) -> list[tuple[str, Mend]]:

@@ -712,3 +712,56 @@ def test_an_empty_repository_has_nothing_to_mend() -> None:
     report = open_repo(MemoryStore()).repair()
     assert report.ok
     assert report.epochs == ()
+
+
+def test_an_epoch_that_is_gone_altogether_is_told() -> None:
+    """In a source and not here: listed with the source, no damage; what is foreign or set aside there is not listed."""
+    store, copy = MemoryStore(), MemoryStore()
+    repo, mirror = filled(store, (1, 2, 3, 4)), open_repo(copy)
+    repo.mirror(mirror)
+    mirror.save(9, make_state(9))  # of its own
+    mirror.quarantine(3, "it diverged")
+    store.delete(keys.manifest_key(2, 1))
+    repo.delete(3)
+    report = repo.repair(sources=[mirror])
+    assert report.ok
+    assert report.absent == {2: mirror.url}
+    assert repo.repair(epoch=1, sources=[mirror]).absent == {}
+    with pytest.raises(EpochNotFoundError, match="has it, and a mirror from there brings it"):
+        repo.repair(epoch=2, sources=[mirror])
+    with pytest.raises(EpochNotFoundError, match=r"there is no epoch 9 in [^;]*$"):
+        repo.repair(epoch=9, sources=[mirror])
+    mirror.mirror(repo, [2])
+    assert repo.repair(sources=[mirror]).absent == {}
+    copy.delete(keys.manifest_key(4, 1))
+    assert mirror.repair(sources=[repo]).absent == {4: repo.url}  # the way back: the mirror has lost one
+
+
+@pytest.mark.parametrize("kind", ["chunks", "records"])
+def test_a_folder_where_an_object_should_be(kind: str, tmp_path: Path) -> None:
+    """That epoch says so, the others are mended; with a copy of all of it, it comes back in another place."""
+    place = tmp_path / "repo"
+    with ckptstore.open(place) as repo, ckptstore.open(tmp_path / "copy") as copy:
+        for epoch in EPOCHS:
+            repo.save(epoch, make_state(epoch))
+        repo.mirror(copy)
+        key = index_key(repo.store, 2) if kind == "records" else chunks_of(repo.store, 2)[0].key
+        other = chunks_of(repo.store, 1)[0].key
+        (place / key).unlink()
+        (place / key).mkdir()
+        (place / key / "mine").write_text("a file of somebody's")
+        (place / other).unlink()
+        plain = tmp_path / "chunks of it"  # has the content, and no epoch to bring back
+        shutil.copytree(tmp_path / "copy", plain)
+        for manifest in (plain / "manifests").glob("*000002-*.json"):
+            manifest.unlink()
+        report = repo.repair(sources=[plain])
+        states = {row.epoch: row.state for row in report.epochs}
+        assert (states[1], states[2]) == ("mended", "damaged")
+        [mend] = [mend for mend in report.objects if mend.key == key]
+        if kind == "chunks":
+            assert "a folder is where a file is needed" in mend.failed
+        assert not mend.ok
+        assert repo.repair(sources=[copy]).ok
+        assert repo.verify().ok
+        assert (place / key / "mine").exists()

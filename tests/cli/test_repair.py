@@ -58,3 +58,18 @@ def test_a_source_that_is_none(run: Run, state_repo: Path, tmp_path: Path) -> No
     assert run("repair", state_repo, "--from", tmp_path / "nowhere", "--dry-run").code == 3
     assert run("repair", state_repo, "--from", state_repo, "--dry-run").code == 1
     shutil.rmtree(tmp_path / "nowhere", ignore_errors=True)
+
+
+def test_repair_tells_what_the_source_has_more(run: Run, state_repo: Path, tmp_path: Path) -> None:
+    """An epoch whose manifest is gone is listed with the command that brings it, which does."""
+    copy = tmp_path / "copy"
+    assert run("mirror", state_repo, copy).code == 0
+    (state_repo / "manifests" / "000000000002-000001.json").unlink()
+    shown = run("repair", state_repo, "--from", copy, "--yes")
+    assert shown.code == 0
+    line = shown.out.rsplit("This brings them: ckptstore ", 1)[1]
+    assert run("repair", state_repo, "--from", copy, "--dry-run", "--json").json["absent"] == {"2": copy.as_uri()}
+    assert run(*line.split()).code == 0
+    assert run("repair", state_repo, "--from", copy, "--dry-run", "--json").json["absent"] == {}
+    with ckptstore.open(state_repo, create=False) as repo:
+        assert repo.epochs() == [1, 2, 3]
