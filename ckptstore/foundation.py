@@ -20,30 +20,40 @@ from ckptstore.stores import probe_conditional_put
 
 
 class Foundation:
-    """Finds the repository, or makes it if there is none (and ``create``).
+    """Finds the repository, or makes it if there is none (and ``create``): now, or when something is to be written.
 
     Raises:
         RepositoryNotFoundError: there is none, and ``create`` is False.
         FormatError: the place holds something else, or its server has no conditional puts.
     """
 
-    def __init__(self, catalog: Catalog, *, create: bool, unsafe_single_writer: bool, known: str | None = None) -> None:
-        """``known`` is the id of the repository if it is known to be there: then the store is not asked."""
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        create: bool,
+        unsafe_single_writer: bool,
+        known: str | None = None,
+        later: bool = False,
+    ) -> None:
+        """``known``: the id of a repository that is there: the store is not asked. ``later``: it is not made yet."""
         self._catalog = catalog
         self._store = catalog.store
         self._unsafe = unsafe_single_writer
         self._may_write = False
+        self._to_make = False
         if known is not None:
             self.id = known
             return
         marker = catalog.marker()
-        if marker is None:
-            if not create:
-                raise RepositoryNotFoundError(
-                    f"there is no repository at {self._url}: check the URL, or open it with create=True"
-                )
+        if marker is None and not create:
+            raise RepositoryNotFoundError(
+                f"there is no repository at {self._url}: check the URL, or open it with create=True"
+            )
+        self._to_make = marker is None and later
+        if marker is None and not later:
             marker = self._create()
-        self.id = marker.repository
+        self.id = uuid.uuid4().hex if marker is None else marker.repository
         """32 hexadecimal digits that name the repository."""
 
     @property
@@ -51,11 +61,16 @@ class Foundation:
         return self._store.traits.url
 
     def require(self, *, restore: bool = False) -> None:
-        """The repository is still there; if only its marker was lost, ``restore`` puts it back.
+        """The repository is still there; if only its marker was lost, ``restore`` puts it back, or makes it now.
 
         Raises:
             RepositoryNotFoundError: it has vanished.
+            FormatError: it is to be made, and something else is in its place.
         """
+        if self._to_make:
+            if restore:
+                self.settle()
+            return
         try:
             self._store.info(keys.MARKER)
         except ObjectNotFoundError:
@@ -66,6 +81,12 @@ class Foundation:
                 ) from None
             if restore:
                 self._store.put(keys.MARKER, encode_signed(marker), if_absent=True)
+
+    def settle(self) -> None:
+        """Make the repository, if that is still to be done: it is to be written to, or named to another process."""
+        if self._to_make:
+            self.id = (self._catalog.marker() or self._create()).repository
+            self._to_make = False
 
     def mend_marker(self, dry_run: bool) -> str | None:
         """Put a marker that cannot be read back as the manifests tell it. What was wrong; None if nothing was."""

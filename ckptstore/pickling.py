@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.fence import Fence
+from ckptstore.foundation import Foundation
 from ckptstore.stores import open_store
 from ckptstore.stores.opening import is_bucket
 
@@ -128,7 +129,7 @@ P = TypeVar("P", bound="Portable")
 class Portable:
     """A repository that can be pickled, if ``ckptstore.open`` has made it."""
 
-    id: str
+    _foundation: Foundation
     _fence: Fence
     _resumed: set[int]
     _has_saved: bool
@@ -158,7 +159,8 @@ class Portable:
 
     def _passport(self) -> Passport:
         fence = self._fence
-        return Passport(self.id, frozenset(self._resumed), self._has_saved, fence.session, fence.number)
+        self._foundation.settle()
+        return Passport(self._foundation.id, frozenset(self._resumed), self._has_saved, fence.session, fence.number)
 
     def _show(self, passport: Passport) -> None:
         self._resumed, self._has_saved = set(passport.resumed), passport.has_saved

@@ -58,6 +58,7 @@ class Repository(Removing, Caring, Preflights, Saving, Tiers, Portable):
         every: Mapping[str, int] | None = None,
         on_event: events.Callback | events.Listener | None = None,
         passport: Passport | None = None,
+        make_later: bool = False,
     ) -> None:
         self.store = store
         """The store under it, with its wrappers."""
@@ -85,11 +86,15 @@ class Repository(Removing, Caring, Preflights, Saving, Tiers, Portable):
             create=options.check_flag("create", create),
             unsafe_single_writer=options.check_flag("unsafe_single_writer", unsafe_single_writer),
             known=passport.id if passport is not None else None,
+            later=make_later,
         )
         if passport is not None:
             self._show(passport)
-        self.id = self._foundation.id
+
+    @property
+    def id(self) -> str:
         """32 hexadecimal digits that name this repository wherever it is copied to."""
+        return self._foundation.id
 
     @property
     def spill(self) -> Repository | None:

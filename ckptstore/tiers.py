@@ -67,7 +67,7 @@ class TieredRepository(Repository):
         except RepositoryNotFoundError:
             if create or not any(_exists(tier) for tier in lower):
                 raise
-            super().__init__(store, create=True, **others)  # a new node: the first tier is empty
+            super().__init__(store, create=True, make_later=True, **others)  # a new node: the first tier is empty
         self._roll = Roll(self._catalog)
         self._together = Together(self._catalogs)
         self._replacing: set[int] = set()
@@ -103,12 +103,13 @@ class TieredRepository(Repository):
 
     @property
     def members(self) -> tuple[Repository, ...]:
-        """The repository of each tier by itself, the first tier first. They know nothing of each other.
+        """The repository of each tier by itself, the first one first, made if need be. They know nothing of each other.
 
         Raises:
             StoreError: one does not answer.
         """
         if self._plain is None:
+            self._foundation.require(restore=True)
             self._plain = Repository(self.store, create=False)
         return self._plain, *(_required(replicator.repository(create=True)) for replicator in self._replicators)
 

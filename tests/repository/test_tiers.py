@@ -955,3 +955,42 @@ def test_a_replace_that_failed_gives_no_leave_to_the_next_save() -> None:
         assert not repo.wait_for_tiers(20)
         assert "under that number" in repo.tiers()[1].stuck[1]
         assert_same(repo.members[1].checkpoint(1).load(), tiny_state(9))
+
+
+def test_a_new_node_that_only_reads_writes_nothing(tmp_path: Path) -> None:
+    """A first tier that is not there is made by the first save, and not before; also in another process."""
+    with ckptstore.open(tmp_path / "slow", chunk_size=CHUNK) as home:
+        home.save(1, tiny_state(1))
+        home.pin(1, "the paper")
+    with open_two(tmp_path, create=False) as repo:
+        assert repo.epochs() == [1]
+        assert_same(repo.checkpoint(1).load(), tiny_state(1))
+        latest = repo.latest()
+        assert latest is not None
+        assert latest.epoch == 1
+        assert repo.verify().ok
+        assert repo.pins() == {1: "the paper"}
+        assert repo.plan(KeepLast(1)).removed == {}
+        assert repo.tiers()[0].epochs == 0
+        assert repo.du().bytes_total == 0
+        assert not (tmp_path / "fast").exists()
+        repo.save(2, tiny_state(2))
+        assert repo.wait_for_tiers(20)
+        with ckptstore.open(tmp_path / "fast", create=False) as first:
+            assert (first.id, first.epochs()) == (repo.id, [2])
+    with ckptstore.open(tmp_path / "slow", create=False) as home:
+        assert home.epochs() == [1, 2]
+
+
+def test_a_new_node_is_made_for_another_process_and_only_once(tmp_path: Path) -> None:
+    """What comes out of a pickle saves to the same repository; one that was made meanwhile is taken."""
+    with ckptstore.open(tmp_path / "slow", chunk_size=CHUNK) as home:
+        home.save(1, tiny_state(1))
+    with open_two(tmp_path, create=False) as one, open_two(tmp_path, create=False) as two:
+        with pickle.loads(pickle.dumps(one)) as child:
+            child.save(2, tiny_state(2))
+            assert child.id == one.id
+        two.save(3, tiny_state(3))
+        assert two.id == one.id
+    with ckptstore.open(tmp_path / "fast", create=False) as first:
+        assert first.epochs() == [2, 3]
