@@ -43,6 +43,8 @@ FRAMEWORKS = {
     "jax",
     "jaxlib",
     "flax",
+    "optax",
+    "keras",
     "lightning",
     "pytorch_lightning",
     "transformers",
