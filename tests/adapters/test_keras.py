@@ -175,6 +175,7 @@ def test_another_model_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
         adapter.restore(checkpoint, other)
     assert "model.sequential/dense/kernel: float32 [8, 8] in the checkpoint, float32 [8, 16] here" in str(caught.value)
     assert "optimizer." in str(caught.value)
+    assert values(other) == before
     other = fresh()
     adapter.restore(checkpoint, other)
     assert values(other) != before
