@@ -26,6 +26,7 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidArgumentError
 from ckptstore.inplace import refuse
 from ckptstore.repository import Repository
+from ckptstore.resuming import load_newest
 
 __all__ = ["SaveAndResume", "restore", "to_state"]
 
@@ -115,9 +116,9 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # type che
             repository = opening.open(repository, **self._options)
         self._repository = repository
         self.model._initial_epoch = None
-        ckpt = repository.latest(deep=True) if self._resume else None
-        if ckpt is not None:
-            restore(ckpt, self.model)
+        found = load_newest(repository, lambda ckpt: restore(ckpt, self.model)) if self._resume else None
+        if found is not None:
+            ckpt = found[0]
             self._damaged = {skipped.epoch for skipped in ckpt.skipped}
             self.model._initial_epoch = ckpt.epoch + 1  # as keras.callbacks.BackupAndRestore does
 

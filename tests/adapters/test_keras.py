@@ -170,6 +170,7 @@ def test_another_model_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
         checkpoint = repository.save(1, adapter.to_state(fresh()))
     keras.backend.clear_session()
     other = make_model(16)
+    other.optimizer.build(other.trainable_variables)
     before = values(other)
     with pytest.raises(InvalidRecordError) as caught:
         adapter.restore(checkpoint, other)
