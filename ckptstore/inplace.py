@@ -72,7 +72,7 @@ class _Matcher:
 
     def walk(self, node: Any, target: Any, path: str, depth: int) -> None:
         tag, body = split(node, depth)
-        if node is NOTHING:
+        if node is NOTHING or target is NOTHING:
             return
         if tag == "array":
             self._array(array_index(body, len(self.specs)), target, path)
@@ -160,7 +160,7 @@ def fill_into(skeleton: object, target: object, make: Callable[[int], object], c
 
     def fill(node: Any, old: Any, depth: int) -> Any:
         tag, body = split(node, depth)
-        if node is NOTHING:
+        if node is NOTHING or old is NOTHING:
             return old
         if tag in PAIRS and isinstance(old, dict):
             for key, child in pairs(tag, body):

@@ -107,6 +107,8 @@ class _Trees:
         if tag in ROWS:
             merged = self._rows(bodies, path, depth)
             return merged if tag == "list" else {tag: merged}
+        if tag == "items":
+            return self._items(bodies, path, depth)
         return self.value(tag, nodes, path)
 
     def value(self, tag: str, nodes: _Nodes, path: str) -> Any:
@@ -130,6 +132,17 @@ class _Trees:
             self.merge([(rank, items[number]) for rank, items in lists], join(path, number), depth + 1)
             for number in range(length)
         ]
+
+    def _items(self, bodies: _Nodes, path: str, depth: int) -> list[Any]:
+        children: dict[int, _Nodes] = {}
+        for rank, body in bodies:
+            for position, child in map(rows, rows(body)):
+                children.setdefault(array_index(position, None), []).append((rank, child))
+        missing = next(position for position in range(len(children) + 1) if position not in children)
+        if missing < len(children):
+            self.problems.append(f"{path}: no rank has item {missing}")
+            return []
+        return [self.merge(children[number], join(path, number), depth + 1) for number in range(len(children))]
 
     def _pairs(self, tag: str, nodes: _Nodes, path: str, depth: int) -> dict[str, Any]:
         keys: dict[bytes, tuple[Any, Any]] = {}  # JSON of a key → its node and itself

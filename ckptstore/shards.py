@@ -1,4 +1,4 @@
-"""ShardedArray: an array of which this process has only some boxes, to be saved, or to be loaded into.
+"""ShardedArray: an array of which this process has only some boxes, to be saved, or to be loaded into; ListPart.
 
 Nothing here ever makes the whole array. What is saved are the pieces, each as it is; what is loaded goes chunk by
 chunk straight into the memory of the pieces, which may be strided views.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,30 @@ class ShardedArray:
     def __reduce__(self) -> tuple[Any, ...]:
         dtype = getattr(torch_module(), self.dtype, self.dtype) if self.framework == "torch" else self.dtype
         return ShardedArray, (self.shape, dtype, self.pieces)
+
+
+class ListPart:
+    """A list of which this process has only some items: a leaf of one rank's part of a state.
+
+    Together the ranks must have all items; what several have must be equal, or parts that fit. It comes back as a list.
+
+    Args:
+        items: by position.
+
+    Raises:
+        InvalidArgumentError: a position is no int from 0 on.
+    """
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Mapping[int, Any]) -> None:
+        if not all(type(position) is int and position >= 0 for position in items):
+            raise InvalidArgumentError(f"positions of a list must be ints from 0 on, not {list(items)[:20]}")
+        self.items = dict(items)
+        """The items by position."""
+
+    def __repr__(self) -> str:
+        return f"ListPart({self.items!r})"
 
 
 def _ints(name: str, values: Sequence[int]) -> tuple[int, ...]:

@@ -41,7 +41,10 @@ class _Nothing:
 
 
 NOTHING: Final = _Nothing()
-"""What ``prune`` puts where nothing matched. It loads as None, and loading in place leaves such an item alone."""
+"""What ``prune`` puts where nothing matched. It loads as None, and loading in place leaves such an item alone.
+
+In a state to load into, it stands for what is not wanted.
+"""
 
 
 # ---------------------------------------------------------------- plain values to nodes
@@ -296,7 +299,7 @@ _DECODERS: dict[str, Callable[[Any], object]] = {
     "bytes": _decode_base64, "bytearray": lambda body: bytearray(_decode_base64(body)), "scalar": _decode_scalar,
     "size": _decode_size,
 }  # fmt: skip
-_KNOWN = PAIRS | set(_DECODERS) | {"tuple", "set", "frozenset", "array"}
+_KNOWN = PAIRS | set(_DECODERS) | {"tuple", "set", "frozenset", "array", "items"}
 _KEY_TAGS = frozenset({"value", "surrogates", "int", "float", "bytes", "scalar"})
 
 

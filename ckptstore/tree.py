@@ -28,6 +28,7 @@ node                                                    value
 ``{"odict": [[key, node], ...], "metadata": node}``     ``OrderedDict``; ``metadata`` if it has a ``_metadata``
 ``{"defaultdict": [factory, [[key, node], ...]]}``      int, float, str, bool, list, dict, set, tuple or None
 ``{"counter": [[key, node], ...]}``                     ``Counter``
+``{"items": [[position, node], ...]}``                  some items of a ``list``; only in what one rank gives the others
 ======================================================  ================================================================
 
 A key is the node of a ``str``, ``int``, ``float``, ``bool``, ``None``, ``bytes`` (of any length), NumPy scalar other
@@ -54,7 +55,7 @@ from ckptstore.arrays import ArraySource, is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
 from ckptstore.files import FileSource
 from ckptstore.inplace import fill_into, match_into, mismatches
-from ckptstore.shards import FlatArray, ShardedArray, sharded_source
+from ckptstore.shards import FlatArray, ListPart, ShardedArray, sharded_source
 from ckptstore.skeleton import (
     ATOMS,
     FACTORIES,
@@ -147,6 +148,7 @@ class _Flattener:
             OrderedDict: self._ordered,
             defaultdict: self._defaultdict,
             Counter: self._counter,
+            ListPart: self._list_part,
         }
         self._leaves: dict[type, Callable[[Any, _Path], object]] = {
             np.ndarray: self._array,
@@ -190,6 +192,13 @@ class _Flattener:
         items = list(value)
         self.seen.append((value, items))
         return [self.node(item, (path, i)) for i, item in enumerate(items)]
+
+    def _list_part(self, value: ListPart, path: _Path) -> object:
+        if not self._part:
+            return self._refuse(path, "part of a list, outside of a save of several ranks: save the whole list")
+        items = list(value.items.items())
+        self.seen.append((value.items, items))
+        return {"items": [[position, self.node(item, (path, position))] for position, item in items]}
 
     def _pairs(self, value: dict[Any, Any], path: _Path) -> list[object]:
         items = list(value.items())

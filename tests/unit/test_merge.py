@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore import CorruptionError, InvalidRecordError, ShardedArray, keys
+from ckptstore import CorruptionError, FormatError, InvalidArgumentError, InvalidRecordError, ShardedArray, keys
 from ckptstore.arrays import Destination
 from ckptstore.files import FileSource
 from ckptstore.indexes import decode_index, encode_index
@@ -21,6 +21,7 @@ from ckptstore.manifest import RecordEntry, RecordIndex
 from ckptstore.merge import merge_indexes
 from ckptstore.pipeline import Meter
 from ckptstore.reader import array_specs, load_arrays, read_index
+from ckptstore.shards import ListPart
 from ckptstore.stores import MemoryStore
 from ckptstore.tree import flatten, unflatten
 from ckptstore.writer import RecordWriter
@@ -165,6 +166,33 @@ def test_order_of_keys() -> None:
     """The order of every rank is kept where they agree; a rank's own keys come in their places."""
     assert list(merged(OrderedDict(a=1, d=4), OrderedDict(b=2, c=3, d=4))) == ["a", "b", "c", "d"]
     assert list(merged({"a": 1, "b": 2}, {"b": 2, "a": 1})) == ["a", "b"]
+
+
+def test_lists_of_which_each_rank_has_some_items() -> None:
+    """By position, however they are spread; nested ones, pieces and what several have too."""
+    one = np.arange(6.0).reshape(2, 3)
+    states = [
+        {"l": ListPart({1: {"lr": 0.1}, 0: ListPart({0: "a"})}), "same": [1, 2]},
+        {"l": ListPart({0: ListPart({1: one}), 2: ShardedArray((2, 3), one.dtype, [((0, 0), one[:1])])})},
+        {"l": ListPart({1: {"lr": 0.1, "betas": (1, 2)}, 2: ShardedArray((2, 3), one.dtype, [((1, 0), one[1:])])})},
+    ]
+    store, parts = parts_of(*states)
+    found = load(store, merge_indexes("m", parts))
+    assert same(found, {"l": [["a", one], {"lr": 0.1, "betas": (1, 2)}, one], "same": [1, 2]})
+
+
+def test_a_list_in_parts_is_nothing_but_a_part() -> None:
+    """P7, P8: refused outside of ranks, with a gap, and where a store says that a record has one."""
+    with pytest.raises(InvalidRecordError, match=r"m\.l: part of a list"):
+        flatten({"l": ListPart({0: 1})}, "m")
+    _, parts = parts_of({"l": ListPart({0: 1, 3: 4})}, {"l": ListPart({1: 2})})
+    with pytest.raises(InvalidRecordError, match=r"m\.l: no rank has item 2"):
+        merge_indexes("m", parts)
+    with pytest.raises(FormatError):
+        unflatten({"items": [[0, 1]]}, lambda number: None)
+    for wrong in ({"a": 1}, {-1: 1}, {True: 1}):
+        with pytest.raises(InvalidArgumentError):
+            ListPart(wrong)  # type: ignore[arg-type]
 
 
 def test_metadata_of_ordered_dicts() -> None:

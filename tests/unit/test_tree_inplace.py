@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore.arrays import ArraySpec, Destination
 from ckptstore.errors import FormatError, InvalidRecordError
-from ckptstore.tree import FlatState, fill_into, flatten, match_into, prune
+from ckptstore.tree import NOTHING, FlatState, fill_into, flatten, match_into, prune
 from tests.unit.exact import read_all, reload, same
 
 
@@ -58,6 +58,17 @@ def test_everything_is_updated_in_place() -> None:
     assert same(target, state)
     now = (target["w"], target["s"], target["s"][0], target["s"][0][0], target["t"][1])
     assert all(new is old for new, old in zip(now, parts, strict=True))
+
+
+def test_what_is_not_wanted_is_left_out() -> None:
+    """NOTHING in a target stands for any value, and stays."""
+    first, last = np.zeros(2), np.zeros(3)
+    state = {"l": [np.ones(2), {"x": np.ones(4)}, 5, np.ones(3)], "t": (1, np.ones(2))}
+    target = {"l": [first, NOTHING, NOTHING, last], "t": NOTHING}
+    assert load_into(state, target, strict=False) is target
+    assert first.tolist() == [1, 1]
+    assert last.tolist() == [1, 1, 1]
+    assert [target["l"][1], target["l"][2], target["t"]] == [NOTHING] * 3
 
 
 def test_plain_leaves_are_replaced_whatever_they_are() -> None:
