@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import plots, profiles, report, scale
-from benchmarks.rivals import ALL
+from benchmarks.rivals import ALL, RANKS
 from benchmarks.runner import Runner, machine
 from benchmarks.samples import Run, read
 from benchmarks.states import ABOUT
+from benchmarks.sharded import split_name
 from benchmarks.works import WORKS
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,7 +29,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "profile",
         nargs="?",
         default="quick",
-        help="quick (default), full, report RESULT.json, or scale (see `scale --help`)",
+        help="quick (default), full, dcp (many ranks), report RESULT.json, or scale (see `scale --help`)",
     )
     parser.add_argument("result", nargs="?", type=Path, help="of report: the JSON file of a run")
     parser.add_argument("--only", action="append", default=[], metavar="WORK", help=f"one of {', '.join(WORKS)}")
@@ -43,8 +44,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the rivals and leave")
     given = parser.parse_args(argv)
     if given.profile not in (*profiles.PROFILES, "report") or (given.profile == "report") != (given.result is not None):
-        parser.error("choose quick, full, or report RESULT.json")
-    if not {*given.only} <= {*WORKS} or not {*given.state} <= {*ABOUT, "epochs"}:
+        parser.error("choose quick, full, dcp, or report RESULT.json")
+    if not {*given.only} <= {*WORKS} or not {split_name(name)[0] for name in given.state} <= {*ABOUT, "epochs"}:
         parser.error(f"--only is one of {', '.join(WORKS)}; --state one of {', '.join(ABOUT)}, epochs")
     if (given.rounds or 1) < 1 or (given.mib or 1) < 1:
         parser.error("--rounds and --mib are at least 1")
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=200)
     if given.list:
-        for kind in ALL.values():
+        for kind in (*ALL.values(), *RANKS.values()):
             reason = kind.unavailable()
             console.print(f"{kind.name}: {reason or kind.about}", markup=False, highlight=False)
         return 0
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(given: argparse.Namespace, console: Console, argv: list[str]) -> int:
     groups = profiles.only(profiles.PROFILES[given.profile](), given.only, given.state, given.rival, given.where)
     groups = profiles.sized(groups, given.rounds, given.mib)
-    if not groups or any(all(name not in known for known in ALL) for name in given.rival):
+    if not groups or any(all(name not in known for known in (*ALL, *RANKS)) for name in given.rival):
         console.print("nothing in this profile fits what was asked for: see --list, and the profile full")
         return 2
     result = Run(given.profile, machine(), shlex.join(["python", "-m", "benchmarks", *argv]))

@@ -63,11 +63,10 @@ _wire: _Wire | None = None
 
 def run(pipe: Connection, job: Job) -> None:
     """The body of the process: one measurement, sent through ``pipe``."""
-    global _wire  # one process, one measurement
     from benchmarks.works import WORKS
 
     if job.place.remote:
-        _wire = _Wire()
+        watch_wire()
     found: Sample | Failure | dict[str, Any]
     try:
         found = WORKS[job.work](job)
@@ -75,6 +74,12 @@ def run(pipe: Connection, job: Job) -> None:
         found = Failure(" ".join(f"{type(error).__name__}: {error}".split())[:300], traceback.format_exc())
     pipe.send(found)
     pipe.close()
+
+
+def watch_wire() -> None:
+    """Count requests from now on."""
+    global _wire  # one process, one measurement
+    _wire = _Wire()
 
 
 def measured(work: Callable[[], Any]) -> Cost:

@@ -145,4 +145,16 @@ def _s3() -> list[Group]:
     ]
 
 
-PROFILES = {"quick": quick, "full": full}
+def dcp() -> list[Group]:
+    """torch DCP with our writer and reader beside others, on one rank and on four."""
+    files = ("ckptstore", "FileSystemWriter + fsync")
+    servers = ("ckptstore", "FsspecWriter", "s3torchconnector")
+    found = []
+    for state in ("adam on 1 rank", "adam on 4 ranks"):
+        for where, names, limit in ((FOLDER, files, "write + fsync"), (S3, servers, "obstore, 8 threads")):
+            found.append(Group(("save", "restore"), where, state, QUARTER, (*names, limit), 5))
+            found.append(Group(("stall",), where, state, QUARTER, (*names, "memcpy")[: 3 if where == FOLDER else 2], 3))
+    return found
+
+
+PROFILES = {"quick": quick, "full": full, "dcp": dcp}

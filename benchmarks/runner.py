@@ -9,7 +9,7 @@ import sys
 import tempfile
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import Any
 from rich.console import Console
 
 import ckptstore
+from benchmarks import ranks, sharded
 from benchmarks.codec import ABOUT as CODECS_ABOUT
 from benchmarks.process import Failure, run
 from benchmarks.profiles import Group
-from benchmarks.rivals import ALL, Place
+from benchmarks.rivals import ALL, RANKS, Place, Rival
 from benchmarks.rivals.base import FOLDER, S3
 from benchmarks.samples import Job, Run, Sample, Trouble
 
@@ -39,7 +40,7 @@ class Runner:
         # For the fork server, which imports torch once for all the fresh processes.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.works"])
+        self._context.set_forkserver_preload(["benchmarks.works", "benchmarks.ranks", "ckptstore.adapters.dcp"])
         self._result = result
         self._console = console
         self._folder = folder
@@ -81,7 +82,7 @@ class Runner:
         for state in group.states:
             place = Place(root.path and f"{root.path}/{uuid.uuid4().hex}", root.options)
             for work in group.works:
-                if group.where != "memory" and work not in NO_STATE and work not in ALL[name].works:
+                if group.where != "memory" and work not in NO_STATE and work not in kinds(group.state)[name].works:
                     continue
                 expected = self._expected(state, group.mib, work)
                 found = self._run(Job(work, state, group.mib, name, place, turn, expected))
@@ -106,6 +107,8 @@ class Runner:
     def _run(self, job: Job) -> Any:
         """One measurement in a fresh process, on a disk that has nothing left to write."""
         os.sync()
+        if sharded.split_name(job.state)[1]:
+            return ranks.measure(self._context, job, PATIENCE)
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(target=run, args=(theirs, job))
         process.start()
@@ -124,11 +127,12 @@ class Runner:
     def _know(self, state: str, mib: int) -> bool:
         key = (state, mib)
         if key not in self._facts:
-            found = self._run(Job("facts", *key, "", Place("")))
+            found = self._run(Job("facts", sharded.split_name(state)[0], mib, "", Place("")))
             if isinstance(found, Failure):
                 self._console.print(found.trace, style="red", markup=False)
                 self._result.troubles.append(Trouble("facts", "", state, "", found.reason, error=True))
                 return False
+            found["state"] = state
             self._facts[key] = found
             self._result.states.append(found)
         return True
@@ -142,11 +146,11 @@ class Runner:
             self._result.rivals.setdefault(f"{name} (codec)", {"about": CODECS_ABOUT[name], "durable": False})
             reason = "not installed: zipnn" if name == "ZipNN" and find_spec("zipnn") is None else ""
         else:
-            kind = ALL[name]
+            kind = kinds(group.state)[name]
             facts = {"about": kind.about, "durable": kind.durable, "limit": kind.limit}
             self._result.rivals.setdefault(name, facts)
             reason = kind.unavailable()
-            if "stall" in group.works and name == "ckptstore" and not hasattr(ckptstore.Repository, "save_async"):
+            if kind is ALL["ckptstore"] and "stall" in group.works and not hasattr(ckptstore.Repository, "save_async"):
                 reason = "this ckptstore has no save_async"
         if reason:
             self._result.troubles.append(
@@ -166,6 +170,11 @@ class Runner:
             host, _, port = options["endpoint_url"].rpartition(":")
             with urllib.request.urlopen(f"{host}:{int(port) + 1}/vol/vacuum?garbageThreshold=0.01", timeout=120):
                 pass
+
+
+def kinds(state: str) -> Mapping[str, type[Rival]]:
+    """The rivals that know such a state."""
+    return RANKS if sharded.split_name(state)[1] else ALL
 
 
 def remove(place: Place) -> None:

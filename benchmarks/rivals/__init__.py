@@ -9,13 +9,16 @@ from benchmarks.rivals.limits import LIMITS
 from benchmarks.rivals.objects import OBJECTS
 from benchmarks.rivals.orbax import ORBAX
 from benchmarks.rivals.ours import OURS
+from benchmarks.rivals.ranks import RANKS as OF_RANKS
+from benchmarks.rivals.ranks import OfRanks
 from benchmarks.rivals.s3torch import S3TORCH
 
 ALL: dict[str, type[Rival]] = {
     kind.name: kind for family in (OURS, LIMITS, FILES, DCP, ORBAX, OBJECTS, S3TORCH) for kind in family
 }
+RANKS: dict[str, type[OfRanks]] = {kind.name: kind for kind in OF_RANKS}
 
-__all__ = ["ALL", "Place", "Rival", "chosen"]
+__all__ = ["ALL", "RANKS", "Place", "Rival", "chosen"]
 
 
 def chosen(work: str, where: str, pattern: str = "") -> list[str]:
