@@ -14,8 +14,8 @@ from benchmarks import plots, profiles, report, scale
 from benchmarks.rivals import ALL, RANKS
 from benchmarks.runner import Runner, machine
 from benchmarks.samples import Run, read
-from benchmarks.states import ABOUT
 from benchmarks.sharded import split_name
+from benchmarks.states import ABOUT
 from benchmarks.works import WORKS
 
 RESULTS = Path(__file__).parent / "results"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
+from benchmarks import goals_dcp
 from benchmarks.claims import (
     MIB,
     OURS,
@@ -38,8 +39,9 @@ VERBS = ("put", "get", "info", "list", "delete")
 
 
 def claims(run: Run) -> list[Claim]:
-    """All claims of all goals, in order."""
-    return [claim for owner in GOALS.values() for claim in owner(run)]
+    """All claims of all goals, in order; a run of the profile ``dcp`` has goals of its own."""
+    goals = goals_dcp.GOALS if run.profile == "dcp" else GOALS
+    return [claim for owner in goals.values() for claim in owner(run)]
 
 
 def folder_save(run: Run) -> Iterator[Claim]:

@@ -91,6 +91,8 @@ def run(pipe: Connection, job: Job, rank: int, world: int, folder: str) -> None:
     """The body of one rank's process; the ranks meet in ``folder``."""
     if job.place.remote:
         process.watch_wire()
+    if world > 1:
+        torch.set_num_threads(1)  # as torchrun does
     found: Sample | Failure
     try:
         store = dist.FileStore(str(Path(folder) / "rendezvous"), world)

@@ -12,7 +12,7 @@ from benchmarks import plots
 from benchmarks.claims import MISSED, REACHED, UNKNOWN, Claim
 from benchmarks.goals import claims
 from benchmarks.losses import losses
-from benchmarks.samples import Run
+from benchmarks.samples import Run, read
 from benchmarks.tables import Table, tables
 
 STYLES = {REACHED: "green", MISSED: "bold red", UNKNOWN: "yellow"}
@@ -24,6 +24,7 @@ HEAD = """\
 make bench                                       # all goals on states of 0.25 GiB: some ten minutes on two cores
 make bench-full                                  # all states, sizes and rivals: some two hours
 python -m benchmarks quick --only save --state adam --rival torch.save    # only these (--list shows the rivals)
+python -m benchmarks dcp                         # torch DCP with our writer and reader, on one rank and on four
 python -m benchmarks report RESULT.json          # writes this page and its pictures from a result
 ckptstore bench s3://my-bucket/some/prefix       # your own store; needs neither torch nor this folder
 ```
@@ -31,6 +32,19 @@ ckptstore bench s3://my-bucket/some/prefix       # your own store; needs neither
 The first run trains the model that all states come from, once: another minute or two. Results lie in
 `benchmarks/results/`. This page was written by `report` from [benchmarks.json](benchmarks.json), where every single
 measurement is: all numbers and verdicts come from there. Yours will differ: run it.
+"""
+
+DCP = "benchmarks-dcp.json"
+"""The run of the profile ``dcp`` that the page shows beside the other."""
+
+DCP_HEAD = """\
+## torch DCP on one rank and on four
+
+Written by `report` from [benchmarks-dcp.json](benchmarks-dcp.json). Each rank is a fresh process of a gloo group. On
+four ranks every tensor but scalars is a DTensor whose first dimension is sharded, as FSDP2 leaves it; on one rank all
+are plain. The time is that of the slowest rank, CPU and memory are those of all ranks together. All save or load
+something tiny first, so that neither imports nor first connections count. A stall is how long `dcp.async_save` blocks,
+all with a `DefaultStager` that keeps its copy; *until durable* runs from the same moment.
 """
 
 HOW = """\
@@ -79,11 +93,35 @@ def page(run: Run, folder: Path) -> str:
     parts += [_pictures(folder), "## Durable\n", *(t.markdown() for t in tables(run, durable=True))]
     rest = [t.markdown() for t in tables(run, durable=False)]
     parts += ["## Not durable, or no storage at all\n", *rest] if rest else []
+    parts += _dcp(folder / DCP)
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
+def _dcp(path: Path) -> Iterator[str]:
+    """The part of the page that comes from the run of the profile ``dcp``, where there is one."""
+    if path.exists():
+        run = read(path)
+        yield DCP_HEAD
+        yield _machine(run)
+        yield _goals(run)
+        yield "### Where we lose with DCP\n"
+        yield from _losses(run)
+        yield "### Writers and readers\n"
+        yield from _rivals(run)
+        yield from _troubles(run)
+        yield "\n### Tables\n"
+        yield from (t.markdown() for t in tables(run))
+
+
 def write(run: Run, folder: Path) -> str:
-    """Write the page, its pictures and the JSON it was made from; why there are no new pictures, or nothing."""
+    """Write the page, its pictures and the JSON it was made from; why there are no new pictures, or nothing.
+
+    A run of the profile ``dcp`` becomes its part of the page; the rest is made from what lies there.
+    """
+    if run.profile == "dcp":
+        run.write(folder / DCP)
+        (folder / "benchmarks.md").write_text(page(read(folder / "benchmarks.json"), folder))
+        return "those of this profile are tables"
     reason = plots.available()
     if not reason:
         for old in (folder / "benchmarks").glob("*.svg"):

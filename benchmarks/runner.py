@@ -40,7 +40,9 @@ class Runner:
         # For the fork server, which imports torch once for all the fresh processes.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.works", "benchmarks.ranks", "ckptstore.adapters.dcp"])
+        self._context.set_forkserver_preload(
+            ["benchmarks.works", "benchmarks.ranks", "ckptstore.adapters.dcp", "torch._dynamo"]
+        )
         self._result = result
         self._console = console
         self._folder = folder

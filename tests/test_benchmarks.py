@@ -18,11 +18,11 @@ pytest.importorskip("torch.nn")
 
 from rich.console import Console
 
-from benchmarks import plots, process, report, states, works
+from benchmarks import goals_dcp, plots, process, report, states, works
 from benchmarks.claims import MISSED, REACHED, SHOWN, UNKNOWN
 from benchmarks.goals import GOALS, claims
 from benchmarks.losses import losses
-from benchmarks.profiles import Group, full, only, quick, sized
+from benchmarks.profiles import Group, dcp, full, only, quick, sized
 from benchmarks.rivals import ALL, Place, Rival
 from benchmarks.rivals.files import TorchSaveSynced
 from benchmarks.runner import Runner
@@ -110,10 +110,33 @@ def test_a_goal_is_reached_or_not_by_its_samples(goal: int) -> None:
     assert len(missed) >= (len(reached) if goal != 8 else 2)
 
 
-@pytest.mark.parametrize("goal", GOALS)
-def test_nothing_is_reached_without_samples(goal: int) -> None:
+def made_up_dcp(seconds: float) -> Run:
+    """A run of the profile ``dcp`` in which we take ``seconds``, and others one."""
+    found: list[Sample] = []
+    for group in dcp():
+        for name in group.rivals:
+            kind: dict[str, Any] = {"where": group.where, "state": group.state, "facts": {"until durable": 1.0}}
+            for work in group.works:
+                found += sample(work, name, seconds if name == OURS else 1.0, **kind)
+    rivals = {name: {"about": "made up", "durable": True, "limit": False} for name in {s.rival for s in found}}
+    return Run("dcp", {"cores": 2}, "python -m benchmarks dcp", 60, [], dict(sorted(rivals.items())), found, [])
+
+
+@pytest.mark.parametrize("goal", goals_dcp.GOALS)
+def test_a_goal_of_dcp_is_reached_or_not_by_its_samples(goal: int) -> None:
+    """Three times as fast reaches all, a little slower none; a run of that profile has these goals and no others."""
+    good, bad = ([c for c in claims(made_up_dcp(seconds)) if c.goal == goal] for seconds in (0.3, 1.1))
+    assert {claim.verdict for claim in good} <= {REACHED, SHOWN}
+    assert {claim.verdict for claim in bad} <= {MISSED, SHOWN}
+    assert len([claim for claim in good if claim.verdict == REACHED]) == 4
+    assert [claim.what for claim in good] == [claim.what for claim in bad]
+    assert {claim.goal for claim in claims(made_up_dcp(1.0))} == set(goals_dcp.GOALS)
+
+
+@pytest.mark.parametrize(("goals", "goal"), [(goals, goal) for goals in (GOALS, goals_dcp.GOALS) for goal in goals])
+def test_nothing_is_reached_without_samples(goals: dict[int, Any], goal: int) -> None:
     """Every goal has claims in an empty run, and each of them is "not measured" with a reason."""
-    found = list(GOALS[goal](Run("empty", {})))
+    found = list(goals[goal](Run("empty", {})))
     assert found
     assert {claim.verdict for claim in found} == {UNKNOWN}
     assert all(claim.detail for claim in found)
@@ -191,6 +214,20 @@ def test_the_page_is_made_from_the_json_alone(tmp_path: Path) -> None:
     assert page.index("## Durable") < page.index("## Not durable")
     if not plots.available():
         assert "(benchmarks/save-folder.svg)" in page
+
+
+def test_a_run_of_dcp_is_a_part_of_the_page(tmp_path: Path) -> None:
+    """Its tables and goals come with those of the other run, whichever of the two is written last."""
+    for runs in ((made_up(bad=False), made_up_dcp(2.0)), (made_up_dcp(2.0), made_up(bad=False))):
+        (tmp_path / "benchmarks.json").unlink(missing_ok=True)
+        made_up(bad=True).write(tmp_path / "benchmarks.json")
+        for run in runs:
+            report.write(run, tmp_path)
+        page = (tmp_path / "benchmarks.md").read_text()
+        assert "**Save, S3, adam on 4 ranks, 0.25 GiB, durable**" in page
+        assert "Goal 1 is not reached: save / that with FileSystemWriter + fsync, folder, adam on 1 rank" in page
+        assert "**Save, folder, adam, 0.25 GiB, durable**" in page
+        assert "0 not reached" in page
 
 
 def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
@@ -278,6 +315,28 @@ def test_profiles_touch_every_goal() -> None:
     chosen = only(quick(), ["restore"], ["adam"], ["torch.save"], ["folder"])
     assert [(group.works, group.rivals) for group in chosen] == [(("save", "restore"), (OURS, "torch.save + fsync"))]
     assert {(group.rounds, group.mib) for group in sized(chosen, 1, 8)} == {(1, 8)}
+
+
+def test_ranks_are_measured_together(tmp_path: Path) -> None:
+    """Two ranks share a state, save it, and load the same bytes; the sample is of both together."""
+    run = Run("dcp", {})
+    state = "adam on 2 ranks"
+    rivals = (OURS, "FileSystemWriter + fsync")
+    groups = [
+        Group(("save", "restore"), "folder", state, 8, rivals, 1),
+        Group(("stall",), "folder", state, 8, (OURS,), 1),
+    ]
+    with Runner(run, Console(quiet=True), str(tmp_path)) as runner:
+        runner.measure(groups)
+    assert run.troubles == []
+    assert {(s.work, s.rival) for s in run.samples} == {
+        *((work, rival) for work in ("save", "restore") for rival in rivals), ("stall", OURS)
+    }  # fmt: skip
+    scalars = sum(t.nbytes for t in states.tensors(states.build("adam", 8)) if not t.dim())
+    assert {s.nbytes for s in run.samples} == {run.states[0]["nbytes"] + scalars}  # which each rank has
+    stored = {s.rival: s.stored for s in run.samples if s.work == "save"}
+    assert 0.5 < stored[OURS] / run.states[0]["nbytes"] < 1
+    assert all(s.seconds > 0 and s.cpu > 0 for s in run.samples)
 
 
 @pytest.mark.slow
