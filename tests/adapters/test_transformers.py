@@ -94,9 +94,9 @@ def test_the_folder_is_the_epoch(kit: Any, tmp_path: Path) -> None:
     trainer_of(kit, callback, tmp_path / "out", max_steps=4, eval_strategy="steps", eval_steps=4).train()
     assert repo.epochs() == folders(tmp_path / "out") == [2, 4]
     place, ckpt = tmp_path, repo.checkpoint(2)
+    place, ckpt = tmp_path / "out" / "checkpoint-4", repo.checkpoint(4)
     for step in (2, 4):
-        place = tmp_path / "out" / f"checkpoint-{step}"
-        ckpt = repo.checkpoint(step)
+        place, ckpt = tmp_path / "out" / f"checkpoint-{step}", repo.checkpoint(step)
         assert sorted(ckpt.records) == sorted(path.name for path in place.iterdir())
         assert all(ckpt.load(name) == (place / name).read_bytes() for name in ckpt.records)
     history = {entry["step"]: entry for entry in json.loads((place / "trainer_state.json").read_text())["log_history"]}
