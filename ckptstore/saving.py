@@ -32,7 +32,6 @@ from ckptstore.writer import Tally
 class Saving(Gathered):
     """The part of a repository that saves."""
 
-    id: str
     _background: Background
     _background_cores: int
     _catalog: Catalog
@@ -241,7 +240,7 @@ class Saving(Gathered):
             commits = self._catalog.committed() if issubclass(made, RankTransaction) else self._fence.enter()
             if not commits and self._has_saved:  # a listing with commits shows as well that the place has not vanished
                 self._foundation.require(restore=True)
-        form = self._chunk_size, self._codec, self.id, self._fence
+        form = self._chunk_size, self._codec, self._foundation.id, self._fence
         plan = Plan(epoch, metadata, replace, *form, cores, self._pace, left_out, rank, timeout)
         txn = made(self._catalog, plan, commits, partial(self._committed, told, watch), meter)
         self._flights.add(txn)
