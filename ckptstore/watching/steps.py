@@ -16,7 +16,7 @@ from ckptstore.background import SaveHandle
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import AlreadyExistsError, FormatError, InvalidRecordError, NotFoundError
 from ckptstore.files import FileSource
-from ckptstore.placing import aside, folder, place_folder, sync_folder, writing
+from ckptstore.placing import aside, folder, place_folder, refuse_impossible, sync_folder, writing
 from ckptstore.repository import Repository
 from ckptstore.resuming import load_newest
 from ckptstore.watching.layouts import HUGGING_FACE, find
@@ -119,16 +119,20 @@ def put_back(ckpt: Checkpoint, root: str | os.PathLike[str]) -> Path:
     Raises:
         CorruptionError: a byte on the store is wrong or missing: nothing was put into its place.
         FormatError: it is no trainer's folder.
+        InvalidArgumentError: it names a file as no file can be named.
         AccessError, StoreFullError: ``root`` cannot be written.
     """
     target = step_folder(root, ckpt.epoch)
     origin = origin_of(ckpt.metadata)
     paths = origin.paths if origin is not None else {}
-    if not paths or not all(path.startswith(f"{target.name}/") for path in paths.values()):
+    inside = all(path.startswith(f"{target.name}/") for path in paths.values())
+    if not paths or not inside or len(set(paths.values())) < len(paths):
         raise FormatError(
             f"epoch {ckpt.epoch} of {ckpt.url} is no trainer's folder {target.name}: it has {sorted(ckpt.records)}",
             epoch=ckpt.epoch,
         )
+    for path in paths.values():
+        refuse_impossible(target.parent / path)
     lacking = {name: path for name, path in paths.items() if not _is_there(ckpt, name, target.parent / path)}
     if not lacking:
         return target

@@ -10,7 +10,7 @@ import torch
 
 import ckptstore
 from ckptstore import KeepLast
-from examples import train_accelerate
+from examples import accelerate_training
 from tests.adapters.lives import killer
 
 warnings.simplefilter("ignore")
@@ -20,7 +20,7 @@ def train(url: str, options: dict[str, Any] | None, kill: list[Any] | None = Non
     """One life of the example; its digest, the epochs that were kept, and whether they are whole."""
     watch = killer(*kill) if kill is not None else None
     with ckptstore.open(url, options, keep=KeepLast(2), on_request=watch) as repo:
-        return [train_accelerate.train(repo, **more), repo.epochs(), repo.verify().ok]
+        return [accelerate_training.train(repo, **more), repo.epochs(), repo.verify().ok]
 
 
 def two_ranks(url: str, port: int, **more: Any) -> Any:
@@ -32,7 +32,7 @@ def two_ranks(url: str, port: int, **more: Any) -> Any:
     code = 1
     try:
         with ckptstore.open(url) as repo:
-            digest = train_accelerate.train(repo, **more)
+            digest = accelerate_training.train(repo, **more)
             newest = repo.checkpoint(repo.epochs()[-1])
         torch.distributed.destroy_process_group()
         code = 0

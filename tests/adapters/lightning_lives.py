@@ -8,7 +8,7 @@ from typing import Any
 
 import ckptstore
 from ckptstore import KeepBest, KeepLast
-from examples import train_lightning
+from examples import lightning_training
 from tests.adapters.lives import killer
 
 warnings.simplefilter("ignore")
@@ -20,4 +20,4 @@ def train(url: str, options: dict[str, Any] | None, kill: list[Any] | None = Non
     watch = killer(*kill) if kill is not None else None
     keep = KeepLast(2) | KeepBest("val_loss", 1)
     with ckptstore.open(url, options, keep=keep, on_request=watch) as repo:
-        return [train_lightning.train(repo, **more), repo.epochs(), repo.verify().ok]
+        return [lightning_training.train(repo, **more), repo.epochs(), repo.verify().ok]

@@ -41,11 +41,11 @@ def kit() -> Any:
     import torch
 
     from ckptstore.adapters import lightning
-    from examples import train_lightning
+    from examples import lightning_training
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    return SimpleNamespace(pl=pytorch_lightning, torch=torch, ours=lightning, example=train_lightning)
+    return SimpleNamespace(pl=pytorch_lightning, torch=torch, ours=lightning, example=lightning_training)
 
 
 def trainer_of(kit: Any, folder: Path, *callbacks: Any, epochs: int = 3, **options: Any) -> Any:

@@ -32,12 +32,12 @@ def kit() -> Any:
         import transformers
 
         from ckptstore.adapters import transformers as ours
-        from examples import train_transformers
+        from examples import transformers_training
 
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(1)
-        yield SimpleNamespace(hf=transformers, torch=torch, ours=ours, example=train_transformers)
+        yield SimpleNamespace(hf=transformers, torch=torch, ours=ours, example=transformers_training)
 
 
 def trainer_of(kit: Any, callback: Any, output: Path, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import transformers
 
 import ckptstore
 from ckptstore import KeepBest, KeepLast
-from examples import train_transformers
+from examples import transformers_training
 from tests.adapters.lives import killer
 
 warnings.simplefilter("ignore")
@@ -24,7 +24,7 @@ def train(url: str, options: dict[str, Any] | None, output: str, kill: list[Any]
     watch = killer(*kill) if kill is not None else None
     keep = KeepLast(2) | KeepBest("eval_loss", 1)
     with ckptstore.open(url, options, keep=keep, on_request=watch) as repo:
-        return [train_transformers.train(repo, output, **more), repo.epochs(), repo.verify().ok]
+        return [transformers_training.train(repo, output, **more), repo.epochs(), repo.verify().ok]
 
 
 def two_ranks(url: str, output: str, port: int, **more: Any) -> Any:
@@ -38,7 +38,7 @@ def two_ranks(url: str, output: str, port: int, **more: Any) -> Any:
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in here.items()})
         with ckptstore.open(url) as repo:
-            digest = train_transformers.train(repo, output, ddp_backend="gloo", **more)
+            digest = transformers_training.train(repo, output, ddp_backend="gloo", **more)
             newest = repo.checkpoint(repo.epochs()[-1])
         torch.distributed.destroy_process_group()
         if rank:

@@ -16,6 +16,7 @@ from ckptstore import (
     EpochExistsError,
     EpochNotFoundError,
     FormatError,
+    InvalidArgumentError,
     InvalidRecordError,
     NotFoundError,
     Repository,
@@ -242,7 +243,14 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
             file = {"path": path, "content": 1, "size": 1, "mtime_ns": 0, "inode": 0}
             origin = {"layout": "hf", "folder": "/x", "files": {"a": file}}
             repo.save(step, {"a": source}, {"ckptstore.files": origin})
-    for step in (1, 2, 3):
+        file = {"path": "checkpoint-4/a", "content": 1, "size": 1, "mtime_ns": 0, "inode": 0}
+        twice = {"layout": "hf", "folder": "/x", "files": {"a": file, "b": file}}
+        repo.save(4, {"a": source, "b": source}, {"ckptstore.files": twice})
+        odd = {"layout": "hf", "folder": "/x", "files": {"a": {**file, "path": "checkpoint-5/\ud800"}}}
+        repo.save(5, {"a": source}, {"ckptstore.files": odd})
+    with pytest.raises(InvalidArgumentError, match="no name that a file can have"):
+        put_back(repo.checkpoint(5), tmp_path / "out")
+    for step in (1, 2, 3, 4):
         with pytest.raises(FormatError, match="no trainer's folder"):
             put_back(repo.checkpoint(step), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
 """A training loop of Accelerate that can be killed at any time and started again: it ends as if nothing had happened.
 
-    python examples/train_accelerate.py runs/accelerate
+    python examples/accelerate_training.py runs/accelerate
 
 Kill it, start it again, and compare the last line.
 """

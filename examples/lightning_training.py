@@ -1,6 +1,6 @@
 """A run of Lightning that can be killed at any time and started again: it ends as if nothing had happened.
 
-    python examples/train_lightning.py runs/lightning
+    python examples/lightning_training.py runs/lightning
 
 Kill it, start it again, and compare the last line.
 """

@@ -1,6 +1,6 @@
 """A Hugging Face Trainer that can be killed at any time and started again: it ends as if nothing had happened.
 
-    python examples/train_transformers.py runs/transformers out
+    python examples/transformers_training.py runs/transformers out
 
 Kill it, start it again (also with another, empty output folder), and compare the last lines.
 """
