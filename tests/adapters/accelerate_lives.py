@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch._dynamo  # which an Accelerator imports in each life otherwise
 
 import ckptstore
 from ckptstore import KeepLast
