@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from ckptstore.cli import _common
-from ckptstore.cli._common import Debug, say
+from ckptstore.cli._common import Debug, Timeout, say
 from ckptstore.cli._process import streams, told_to_end
 from ckptstore.cli.bench import bench
 from ckptstore.cli.cp import cp
@@ -110,11 +111,32 @@ _COMMANDS: tuple[Any, ...] = (
     *(import_, watch, report),
     *(preflight, doctor, bench, demo),
 )
+_WITHOUT_TIMEOUT = (bench, doctor, demo)  # they time stores themselves, or make their own
+
+
+def _with_timeout(command: Any) -> Any:
+    """The command with ``--timeout``: which ``_common`` has heard of before the command begins."""
+
+    @functools.wraps(command)
+    def call(*args: Any, timeout: str | None = None, **named: Any) -> Any:
+        return command(*args, **named)
+
+    hints = {**get_type_hints(command, include_extras=True), "timeout": Timeout}
+    known = inspect.signature(command, eval_str=True)
+    more = inspect.Parameter("timeout", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Timeout)
+    call.__annotations__ = hints
+    call.__signature__ = known.replace(parameters=[*known.parameters.values(), more])  # type: ignore[attr-defined]
+    del call.__wrapped__  # or the hints of the command itself would be looked at
+    return call
+
+
 for _command in _COMMANDS:
     # Typer keeps the line breaks of a docstring; a terminal has its own width.
     _paragraphs = inspect.cleandoc(_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
-    app.command(_command.__name__.rstrip("_"), help=_help)(_command)
+    app.command(_command.__name__.rstrip("_"), help=_help)(
+        _command if _command in _WITHOUT_TIMEOUT else _with_timeout(_command)
+    )
 
 
 def _show_version(value: bool) -> None:
@@ -149,7 +171,7 @@ def run(argv: Sequence[str] | None = None) -> int:
                 code = _run(argv)
         finally:
             log.removeHandler(handler)
-            _common.forget_debug()
+            _common.forget()
         return _flushed(128 + came[0] if came and code == INTERRUPTED else code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,9 @@ from ckptstore.cli._format import clean
 from ckptstore.errors import InvalidArgumentError, RepositoryNotFoundError
 from ckptstore.manifest import check_epoch
 from ckptstore.policies import AnyPolicy
-from ckptstore.stores import MemoryStore
+from ckptstore.stores import MemoryStore, RetryPolicy
+from ckptstore.stores.opening import is_bucket
+from ckptstore.stores.remote_backends import CONNECT_SECONDS, READ_SECONDS
 
 WIDTH_OF_A_PIPE = 250  # nobody wants a table cut at 80 columns in a file
 _OPTION = "--option KEY=VALUE"
@@ -36,6 +39,29 @@ _TEXT_OPTIONS = {"key", "secret", "token", "username", "password", "endpoint_url
 
 debug = False
 """Whether an error is to show its traceback. Set by ``--debug``, wherever on the line it stands."""
+
+
+_timeout: float | None = None
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|m|h|d)?")
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def seconds_of(text: str, what: str = "") -> float:
+    """Seconds: ``90``, ``90s``, ``30m``, ``2h``, ``7d``. InvalidArgumentError for anything else."""
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        named = f"{what} " if what else ""
+        raise InvalidArgumentError(f"{named}{clean(text)!r} is no time: use e.g. 90s, 30m, 2h or 7d")
+    return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def _set_timeout(text: str | None) -> str | None:
+    global _timeout  # one process runs one command
+    if text is not None:
+        _timeout = seconds_of(text, "--timeout")
+        if not 0.1 <= _timeout <= 86_400:
+            raise InvalidArgumentError(f"--timeout {clean(text)!r}: use 0.1s to 1d")
+    return text
 
 
 def _set_debug(value: bool) -> bool:
@@ -46,10 +72,10 @@ def _set_debug(value: bool) -> bool:
     return value
 
 
-def forget_debug() -> None:
-    """After a command: the next one in this process, and the program around it, log as they did before."""
-    global debug
-    debug = False
+def forget() -> None:
+    """After a command: the next one in this process, and the program around it, log and wait as they did before."""
+    global debug, _timeout
+    debug, _timeout = False, None
     logging.getLogger("ckptstore").setLevel(logging.NOTSET)
 
 
@@ -75,6 +101,17 @@ Unsafe = Annotated[
         help="Accept a server that ignores conditional puts: you promise that only one process writes at a time.",
     ),
 ]
+Timeout = Annotated[
+    str | None,
+    typer.Option(
+        "--timeout",
+        metavar="TIME",
+        callback=_set_timeout,
+        show_default=False,
+        help="Give up, with exit code 5, when a store has failed or been silent for so long, e.g. 5s. Default: 180s of "
+        "retries.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
 
 
@@ -97,9 +134,8 @@ def open_repository(
 ) -> ckptstore.Repository:
     """The repository at ``url``; only a command that writes may create it."""
     # By default no name: a command that is run beside a trainer, in its environment, must not take its run over.
-    return ckptstore.open(
-        url, storage_options(options), keep=keep, create=create, unsafe_single_writer=unsafe, run_id=run
-    )
+    more: dict[str, Any] = {"create": create, "unsafe_single_writer": unsafe, "run_id": run}
+    return ckptstore.open(url, **access(url, options), keep=keep, **more)
 
 
 def open_target(
@@ -133,6 +169,22 @@ def ask(question: str, yes: bool) -> None:
         raise InvalidArgumentError(f"{question} There is nobody to ask: add --yes, or look first with --dry-run")
     if not typer.confirm(question, err=True):
         raise InvalidArgumentError("you said no: nothing was done")
+
+
+def access(url: str, options: Sequence[str] | None) -> dict[str, Any]:
+    """How the store at ``url`` is asked: its storage options, and for how long, as ``--timeout`` says."""
+    given = storage_options(options)
+    if _timeout is None:
+        return {"storage_options": given}
+    found = given or {}
+    if url.startswith("s3://"):
+        config = found.get("config_kwargs") or {}
+        limits = {"connect_timeout": min(CONNECT_SECONDS, _timeout), "read_timeout": min(READ_SECONDS, _timeout)}
+        found = {**found, "config_kwargs": {**limits, **config}} if isinstance(config, dict) else found
+    elif is_bucket(url):
+        found = {"requests_timeout": min(READ_SECONDS, _timeout), **found}
+    retry = RetryPolicy(deadline=_timeout, hang=min(RetryPolicy().hang, _timeout))
+    return {"storage_options": found or None, "retry": retry}
 
 
 def storage_options(options: Sequence[str] | None) -> dict[str, Any] | None:

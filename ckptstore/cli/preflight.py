@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ckptstore import Preflight, RepositoryNotFoundError
 from ckptstore.catalog import Catalog
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, Url, open_repository, out, print_json, storage_options
+from ckptstore.cli._common import Debug, Json, Options, Unsafe, Url, access, open_repository, out, print_json
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError, NotFoundError
 from ckptstore.preflight import check_place
@@ -60,7 +60,7 @@ def _ask(url: str, nbytes: int, option: list[str] | None, unsafe: bool) -> Prefl
         with open_repository(url, option, unsafe, create=False) as repo:
             return repo.preflight(nbytes)
     except RepositoryNotFoundError:  # not made yet: ask the bare place
-        with open_store(url, storage_options=storage_options(option), unsafe_single_writer=unsafe) as store:
+        with open_store(url, **access(url, option), unsafe_single_writer=unsafe) as store:
             return check_place(Catalog(store), nbytes, None)
 
 

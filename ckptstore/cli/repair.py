@@ -20,13 +20,13 @@ from ckptstore.cli._common import (
     Unsafe,
     Url,
     Yes,
+    access,
     ask,
     checked_epoch,
     open_repository,
     out,
     print_json,
     progress_bar,
-    storage_options,
 )
 from ckptstore.cli._format import clean, short_key, to_json
 
@@ -78,7 +78,7 @@ def repair(
     with ExitStack() as opened:
         repo = opened.enter_context(open_repository(url, option, unsafe, create=False))
         others = [
-            opened.enter_context(ckptstore.open(place, storage_options(from_option), create=False, run_id=""))
+            opened.enter_context(ckptstore.open(place, **access(place, from_option), create=False, run_id=""))
             for place in source or ()
         ]
         if not dry_run:

@@ -9,7 +9,18 @@ import typer
 from rich.text import Text
 
 from ckptstore import ScrubReport
-from ckptstore.cli._common import Debug, Json, Options, Unsafe, Url, open_repository, out, print_json, progress_bar
+from ckptstore.cli._common import (
+    Debug,
+    Json,
+    Options,
+    Unsafe,
+    Url,
+    open_repository,
+    out,
+    print_json,
+    progress_bar,
+    seconds_of,
+)
 from ckptstore.cli._copies import rate
 from ckptstore.cli._format import clean, size, to_json
 from ckptstore.errors import InvalidArgumentError
@@ -35,8 +46,6 @@ _Limit = Annotated[
 _Quarantine = Annotated[bool, typer.Option("--quarantine", help="Set aside what is damaged: see quarantine.")]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B")
-_TIME = re.compile(r"(\d+(?:\.\d+)?) ?([smhd])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def scrub(
@@ -81,14 +90,6 @@ def size_of(text: str) -> int:
     if match is None:
         raise InvalidArgumentError(f"{clean(text)!r} is no size: use e.g. 500MB, 200GB or 1.5GiB")
     return int(float(match[1]) * (1024.0 if match[3] else 1000.0) ** " KMGT".index(match[2].upper() or " "))
-
-
-def seconds_of(text: str) -> float:
-    """Seconds: ``90s``, ``30m``, ``2h``, ``7d``. InvalidArgumentError for anything else."""
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        raise InvalidArgumentError(f"{clean(text)!r} is no time: use e.g. 90s, 30m, 2h or 7d")
-    return float(match[1]) * _SECONDS[match[2]]
 
 
 def _as_json(url: str, report: ScrubReport) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -19,10 +18,11 @@ from ckptstore.cli._common import (
     Json,
     Options,
     Unsafe,
+    access,
     open_repository,
     out,
     print_json,
-    storage_options,
+    seconds_of,
     warn,
 )
 from ckptstore.cli._format import clean, size, to_json
@@ -32,7 +32,6 @@ from ckptstore.stores.opening import is_bucket
 from ckptstore.telling import timestamp
 
 _OLD, _UNAVAILABLE = 1, 5
-_SPAN = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h|d)?")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 _Urls = Annotated[
@@ -88,9 +87,12 @@ def tiers(
         raise InvalidArgumentError("name two tiers or more, the fast one first")
     first = option if is_bucket(urls[0]) else None
     open_repository(urls[0], first, unsafe, create=False).close()  # a misspelt one is not to be made
-    places: list[str | Tier] = [urls[0], *(Tier(url, keep=policy) for url in urls[1:])]
+    there = [option if is_bucket(url) else None for url in urls]
+    places = [
+        Tier(url, keep=None if number == 0 else policy, **access(url, there[number])) for number, url in enumerate(urls)
+    ]
     options: dict[str, Any] = {"unsafe_single_writer": unsafe, "run_id": "", "exit_timeout": 0.0}
-    with ckptstore.open(places, storage_options(option), create=False, **options) as repo:
+    with ckptstore.open(places, create=False, **options) as repo:
         if seconds is not None and not dry_run:
             repo.wait_for_tiers(min(seconds, 86_400.0))
         found = repo.tiers()
@@ -143,10 +145,7 @@ def _would_go(
 def _seconds(option: str, text: str | None) -> float | None:
     if text is None:
         return None
-    match = _SPAN.fullmatch(text.strip())
-    if match is None:
-        raise InvalidArgumentError(f"{option} {clean(text)!r} is no time: use e.g. 90min, 6h or 2d")
-    return float(match[1]) * _UNITS[match[2] or "s"]
+    return seconds_of(text, option)
 
 
 def _age(seconds: float | None) -> str:

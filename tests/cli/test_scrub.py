@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore import keys
-from ckptstore.cli.scrub import seconds_of, size_of
+from ckptstore.cli._common import seconds_of
+from ckptstore.cli.scrub import size_of
 from ckptstore.errors import InvalidArgumentError
 from tests.cli.conftest import Run, chunks_of, flip
 
@@ -48,7 +49,7 @@ def test_scrub_finds_damage(run: Run, state_repo: Path) -> None:
     assert victim.name in resumed.out
 
 
-@pytest.mark.parametrize("line", ["--max-bytes 5", "--max-bytes x", "--max-time 5", "--older-than soon", "--limit 5"])
+@pytest.mark.parametrize("line", ["--max-bytes 5", "--max-bytes x", "--max-time 5x", "--older-than soon", "--limit 5"])
 def test_scrub_refuses_nonsense(run: Run, state_repo: Path, line: str) -> None:
     """The message shows how to write it."""
     result = run("scrub", state_repo, *line.split())
