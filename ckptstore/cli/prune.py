@@ -23,6 +23,7 @@ from ckptstore.cli._common import (
     open_repository,
     out,
     print_json,
+    seconds_of,
     split_pairs,
 )
 from ckptstore.cli._format import clean, size, to_json
@@ -57,12 +58,12 @@ _Quick = Annotated[
     bool, typer.Option("--quick", help="Do not read the newest epoch in full before others go: names and sizes only.")
 ]
 _Grace = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--grace",
-        metavar="SECONDS",
+        metavar="TIME",
         show_default=False,
-        help=f"Age from which an unfinished save counts as dead. Default: {EXPIRY:.0f}.",
+        help=f"Age from which an unfinished save counts as dead, e.g. 30m or 2h. Default: {EXPIRY / 60:.0f}m.",
     ),
 ]
 
@@ -131,7 +132,7 @@ def gc(
 
     Example: [cyan]ckptstore gc s3://runs/llama --dry-run[/cyan]
     """
-    given = {} if grace is None else {"grace": grace}
+    given = {} if grace is None else {"grace": seconds_of(grace, "--grace")}
     with open_repository(url, option, unsafe, create=False) as repo:
         if not dry_run and not yes:
             planned = repo.gc(dry_run=True, **given)

@@ -29,6 +29,7 @@ from ckptstore.cli._common import (
     out,
     print_json,
     progress_bar,
+    seconds_of,
     url_of,
 )
 from ckptstore.cli._format import clean, size, to_json
@@ -40,10 +41,10 @@ _Folder = Annotated[
     Path, typer.Argument(metavar="DIR", show_default=False, help="The folder that the trainer saves to.")
 ]
 _Quiet = Annotated[
-    float,
-    typer.Option("--quiet", metavar="SECONDS", help="For so long the files of an epoch must not have changed."),
+    str,
+    typer.Option("--quiet", metavar="TIME", help="For so long the files of an epoch must not have changed."),
 ]
-_Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", help="From one look to the next.")]
+_Interval = Annotated[str, typer.Option("--interval", metavar="TIME", help="From one look to the next, e.g. 2s or 1m.")]
 _Once = Annotated[bool, typer.Option("--once", help="Save what is finished, and end.")]
 _Keep = Annotated[
     str | None,
@@ -68,8 +69,8 @@ def watch(
     layout: Layout = None,
     pattern: Pattern = None,
     need: Need = None,
-    quiet: _Quiet = 10.0,
-    interval: _Interval = 2.0,
+    quiet: _Quiet = "10s",
+    interval: _Interval = "2s",
     once: _Once = False,
     keep: _Keep = None,
     run: _Run = "",
@@ -97,8 +98,8 @@ def watch(
             layout=layout,
             pattern=pattern,
             need=_trainer.names(need),
-            quiet=quiet,
-            interval=interval,
+            quiet=seconds_of(quiet, "--quiet"),
+            interval=seconds_of(interval, "--interval"),
             once=once,
             replace=replace,
             accept_unproven=accept_unproven,
