@@ -6,6 +6,7 @@ import collections
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -285,3 +286,47 @@ def test_refusals(ranks: Ranks, url: str) -> None:
         assert "".join(found) == who, (name, found)
         assert all(message.startswith(kind) and text in message for message in found.values()), (name, found)
     assert ckptstore.open(url).epochs() == [1, 5, 6]
+
+
+# ---- a training run ------------------------------------------------------------------------------------------------
+
+
+def torchrun(url: str, *doomed: str) -> list[str]:
+    """Run the example on two ranks; at each of these lines in turn one is killed, and torchrun starts both anew."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "--monitor-interval", "0.1", str(ROOT / "examples" / "train_fsdp.py"), url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else gloo finds the addresses of dead ranks there
+    lines: list[str] = []
+    pids: dict[str, int] = {}
+    left = list(doomed)
+    process = subprocess.Popen(
+        [*command, "--steps", "40", "--every", "3"], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            for line in process.stdout:
+                lines.append(line.strip())
+                words = line.split()
+                if words[0] == "rank":
+                    pids[words[1]] = int(words[-1])
+                if left and line.startswith(left[0]):
+                    os.kill(pids[str(len(left) % 2)], signal.SIGKILL)
+                    del left[0]
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0, lines
+    return lines
+
+
+@pytest.mark.kill
+def test_a_killed_run_ends_bit_identical(tmp_path: Path) -> None:
+    """P1, P7: FSDP2 under torchrun, saved in the background; rank 0 and rank 1 are killed while saves are in flight."""
+    undisturbed, killed = torchrun(str(tmp_path / "one")), torchrun(str(tmp_path / "two"), "step 13 ", "step 25 ")
+    starts = sorted({int(line.split()[7].rstrip(",")) for line in killed if line.startswith("rank")})
+    assert starts[0] == 0 < 9 <= starts[1] <= 15 < 18 <= starts[2] <= 27
+    assert killed[-1].startswith("end ")
+    assert killed[-1] == undisturbed[-1]
+    assert ckptstore.open(tmp_path / "two").epochs() == ckptstore.open(tmp_path / "one").epochs() == [33, 36, 39]
