@@ -64,7 +64,7 @@ LIMITS: tuple[tuple[str, str, str, str], ...] = (
     ("tiers", "OPEN_SECONDS", "seconds that `open` waits for lower tiers to answer", FIXED),
     ("replication", "FIRST_WAIT_SECONDS", "seconds between attempts at a tier that fails, doubled each time", FIXED),
     ("replication", "LONGEST_WAIT_SECONDS", "seconds between them at most", FIXED),
-    ("launch", "TIMEOUT", "seconds that the ranks of one save wait for each other", "`begin(.., timeout=…)`, `save(.., timeout=…)`"),
+    ("launch", "TIMEOUT", "seconds that the ranks of one save wait for each other", "`begin(.., timeout=…)`"),
     ("events", "FLUSH_SECONDS", "seconds that `close` and exit wait for listeners to hear what was told", FIXED),
     ("scrub", "_SAVE_SECONDS", "seconds between two puts of its record while `scrub` reads", FIXED),
     ("doctor.speed", "SECONDS", "seconds after which `doctor` begins no more measurement", "`--no-speed`"),
