@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,21 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 
 from ckptstore import InvalidRecordError, ShardedArray
 from ckptstore.arrays import ArraySpec
-from ckptstore.manifest import check_record_name
+from ckptstore.formats.flatnames import MAX_RECORDS, REST, Node, Path, Place, nested, place_of
 from ckptstore.shards import ListPart
 from ckptstore.skeleton import NOTHING
 
-REST = "state_dict"
-"""The record of what is no dict at the top of the state dict."""
-MAX_RECORDS = 64
-"""With more dicts at the top than that, all of them go into one record: the state of an optimizer has thousands."""
 ASIDE = 256 << 20
 """Bytes that are read at a time of what cannot go to its place directly."""
-
-Path = tuple[Any, ...]
-"""Keys of dicts; an int is a position in a list, because DCP makes texts of all keys."""
-Place = tuple[str, Path]
-"""A record, and a path in it."""
 
 
 # ---- to save ---------------------------------------------------------------------------------------------------
@@ -64,8 +54,8 @@ def records_of(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, An
     paths: Mapping[str, Path] = getattr(planner, "mappings", {})
     tops = {path[0] for path in paths.values() if len(path) > 1}
     split = len(tops) <= MAX_RECORDS
-    gaps: dict[Place, Any] = {_place(path, split): {} for path in _empty(paths.values())}
-    found = {_place(paths.get(fqn, (fqn,)), split): leaf for fqn, leaf in leaves.items()}
+    gaps: dict[Place, Any] = {place_of(path, split): {} for path in _empty(paths.values())}
+    found = {place_of(paths.get(fqn, (fqn,)), split): leaf for fqn, leaf in leaves.items()}
     lists = {(name, path[:end]) for name, path in found for end in range(len(path))}
     gaps = {(name, path): gap for (name, path), gap in gaps.items() if (name, path[:-1]) in lists}
     return {name: _tree(node) for name, node in nested({**gaps, **found}.items()).items()}
@@ -95,32 +85,9 @@ def _empty(paths: Iterable[Path]) -> Iterator[Path]:
         yield from ((*path, number) for number in range(max(there)) if number not in there)
 
 
-def _place(path: Path, split: bool) -> Place:
-    if split and len(path) > 1 and path[0] != REST:
-        with suppress(InvalidRecordError):
-            return check_record_name(path[0]), path[1:]
-    return REST, path
-
-
-class _Node(dict[Any, Any]):
-    """A container on the way to leaves, which may be dicts themselves."""
-
-
-def nested(leaves: Iterable[tuple[Place, Any]]) -> dict[str, Any]:
-    """Leaves as trees by record."""
-    trees: dict[str, Any] = {}
-    for (name, path), leaf in leaves:
-        node, key = trees, cast("Any", name)
-        for step in path:
-            node = node.setdefault(key, _Node())
-            key = step
-        node[key] = leaf
-    return trees
-
-
 def _tree(node: Any) -> Any:
     """A tree of nodes as dicts and parts of lists."""
-    if not isinstance(node, _Node):
+    if not isinstance(node, Node):
         return node
     made = {key: _tree(child) for key, child in node.items()}
     return ListPart(made) if any(type(key) is int for key in made) else made
@@ -277,7 +244,7 @@ def into_of(targets: Iterable[Target], leaves: Leaves, structures: Mapping[str, 
 
 def _holes(node: Any, structure: Any) -> Any:
     """A tree of nodes as dicts and lists like those of the checkpoint."""
-    if not isinstance(node, _Node):
+    if not isinstance(node, Node):
         return node
     made = {key: _holes(child, structure[key]) for key, child in node.items()}
     return [made.get(at, NOTHING) for at in range(len(structure))] if isinstance(structure, list) else made

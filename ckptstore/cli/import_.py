@@ -65,9 +65,10 @@ def import_(
     By default each file is stored bit for bit, and [cyan]restore[/cyan] puts it back under its name. --as arrays stores
     what is in files of torch, safetensors and NumPy instead: then it can be loaded in parts and compared.
 
-    Knows the names of burn (model-7.mpk.gz, ...), Hugging Face (checkpoint-7/), Lightning (epoch=3-step=7.ckpt) and
-    numbered files (model-7.pt, model-7.safetensors, ...). Epochs that are there already are skipped, files that are
-    not whole are refused (exit code 4). For a folder that is still being written to there is [cyan]watch[/cyan].
+    Knows the names of burn (model-7.mpk.gz, ...), Hugging Face (checkpoint-7/), Lightning (epoch=3-step=7.ckpt), torch
+    DCP (step-7/.metadata) and numbered files (model-7.pt, model-7.safetensors, ...). Epochs that are there already are
+    skipped, files that are not whole are refused (exit code 4). For a folder that is still being written to there is
+    [cyan]watch[/cyan].
 
     Example: [cyan]ckptstore import artifacts/ s3://runs/burn --dry-run[/cyan]
     """

@@ -17,18 +17,19 @@ from typing import Any, Literal
 
 from ckptstore.errors import FormatError
 from ckptstore.formats import folders, lightning, npytree
+from ckptstore.formats.dcp import is_dcp_folder, read_dcp
 from ckptstore.formats.mapped import MappedFile, Snapshot
 from ckptstore.formats.npz import read_npz
 from ckptstore.formats.pytorch import read_torch
 from ckptstore.formats.structure import record_name
 
 Kind = Literal[
-    "safetensors", "safetensors-sharded", "torch", "torch-sharded", "lightning", "huggingface", "npz", "files"
+    "safetensors", "safetensors-sharded", "torch", "torch-sharded", "lightning", "huggingface", "dcp", "npz", "files"
 ]
 
 _ADVICE = (
-    "known are .safetensors and its .index.json, .pt, .pth, .bin and .ckpt of torch, .npz, and a Trainer's "
-    "checkpoint-N folder; store any other file as it is (`ckptstore save URL NAME=FILE`)"
+    "known are .safetensors and its .index.json, .pt, .pth, .bin and .ckpt of torch, .npz, a Trainer's "
+    "checkpoint-N folder and one of torch's DCP; store any other file as it is (`ckptstore save URL NAME=FILE`)"
 )
 
 
@@ -89,6 +90,7 @@ def read(path: str | os.PathLike[str]) -> ForeignCheckpoint:
     ``pytorch_model.bin.index.json``  ``pytorch_model``: the arrays of all shards
     ``x.ckpt`` of Lightning           ``model``, ``optimizer``, ``lr_scheduler``, ``trainer`` (the rest), ``files``
     ``checkpoint-N/`` of a Trainer    ``model``, ``optimizer``, ``scheduler``, ``rng_state``, ..., ``files``
+    a folder of torch's DCP           the dicts at the top of its state dict, and ``state_dict`` with the rest
     ``x.npz``                         ``x``: arrays by name; as it was, if ckptstore exported it
     a folder exported as ``files``    the record that was exported
     ================================  ==========================================================================
@@ -119,6 +121,8 @@ def detect(path: str | os.PathLike[str]) -> Kind:
     """
     place = Path(path)
     if place.is_dir():
+        if is_dcp_folder(place):
+            return "dcp"
         if folders.is_trainer_folder(place):
             return "huggingface"
         if npytree.is_npy_tree(place):
@@ -181,13 +185,17 @@ def _trainer_folder(found: ForeignCheckpoint) -> dict[str, Any]:
     return folders.read_trainer_folder(found.path, found.note)
 
 
+def _dcp(found: ForeignCheckpoint) -> dict[str, Any]:
+    return read_dcp(found.path, found.note)
+
+
 def _npy_tree(found: ForeignCheckpoint) -> dict[str, Any]:
     return {record_name(found.path.name): npytree.read_npy_tree(found.path, found.note)}
 
 
 _READERS = {
     "safetensors": _safetensors, "safetensors-sharded": _sharded, "torch": _torch, "torch-sharded": _sharded,
-    "lightning": _torch, "huggingface": _trainer_folder, "npz": _npz, "files": _npy_tree,
+    "lightning": _torch, "huggingface": _trainer_folder, "npz": _npz, "files": _npy_tree, "dcp": _dcp,
 }  # fmt: skip
 
 __all__ = ["ForeignCheckpoint", "Kind", "detect", "read"]

@@ -16,9 +16,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -79,6 +79,22 @@ def read_torch(path: Path) -> Any:
         warnings.simplefilter("ignore")
         try:
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
+        except Exception as error:  # a damaged file makes it raise anything
+            raise _explained(path, error) from error
+
+
+def load_part(path: Path, part: BinaryIO, *, form_only: bool = False) -> Any:
+    """What ``torch.save`` wrote into a part of a file. Errors as of ``read_torch``.
+
+    Args:
+        form_only: tensors come with memory that holds nothing: only what they are is read.
+    """
+    torch = loading_torch(path)
+    how = torch.serialization.skip_data() if form_only else nullcontext()
+    with _safe_numpy(torch), warnings.catch_warnings(), how:
+        warnings.simplefilter("ignore")
+        try:
+            return torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file makes it raise anything
             raise _explained(path, error) from error
 

@@ -21,9 +21,10 @@ from ckptstore.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from ckptstore.formats.dcp import is_dcp_folder
 from ckptstore.pipeline import Progress
 from ckptstore.repository import Repository
-from ckptstore.watching.layouts import find, layout_of, of_file
+from ckptstore.watching.layouts import DCP, find, layout_of, of_file, of_folder
 from ckptstore.watching.watcher import Finding, Kind, Rules, Watcher
 
 log = logging.getLogger("ckptstore")
@@ -62,7 +63,7 @@ def watch(
     Args:
         folder: the trainer's own; it need not exist yet.
         repo: the repository to commit to.
-        layout: "burn", "hf", "lightning" or "numbered"; by default what the names in the folder look like.
+        layout: "burn", "dcp", "hf", "lightning" or "numbered"; by default what the names in the folder look like.
         pattern: or names of your own, e.g. ``"{record}-{epoch}.mpk"`` or ``"step_{epoch}/{record}"``.
         need: names of records without which no epoch is complete; by default those that come together in this layout,
             and those that other epochs have.
@@ -216,12 +217,13 @@ def importing(
     place = Path(os.path.abspath(path))
     if not place.exists():
         raise NotFoundError(f"{place} does not exist: nothing to import")
-    folder = place if place.is_dir() else place.parent
+    dcp = is_dcp_folder(place)
+    folder = place if place.is_dir() and not dcp else place.parent
     rules = _rules(need, quiet=0.0, replace=replace, accept_unproven=accept_unproven, dry_run=dry_run, arrays=arrays)
     layouts = layout_of(layout, pattern)
     find_all = partial(find, folder, layouts) if folder is place else lambda: (None, [of_file(place, epoch, layouts)])
     try:
-        found = find_all()
+        found = (DCP, [of_folder(place, epoch)]) if dcp else find_all()
     except OSError as error:
         raise AccessError(f"{error.filename} cannot be listed: {error.strerror}", errno=error.errno) from error
     chosen = {files.epoch for files in found[1] if epoch is None or files.epoch == epoch}

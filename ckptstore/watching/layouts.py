@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.formats.dcp import METADATA
 from ckptstore.manifest import check_epoch, check_record_name
 
 MAX_DEPTH = 8
@@ -41,6 +42,8 @@ class Layout:
         together: records that come together: where there is one of a set, all of it belongs to the epoch.
         always: records that every epoch has.
         names: record names for those in the files' names.
+        varies: whether epochs may have other records than their neighbours.
+        tree: whether the folder of an epoch is one checkpoint.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Layout:
     together: tuple[frozenset[str], ...] = ()
     always: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict)
+    varies: bool = False
+    tree: bool = False
 
     def match(self, path: str) -> tuple[int, str] | None:
         """The epoch and record that a path is of."""
@@ -80,6 +85,18 @@ HUGGING_FACE = Layout(
     (re.compile(r"checkpoint-(?P<epoch>\d+)/(?P<record>.+)", re.DOTALL),),
     re.compile(r"checkpoint-\d+(?:/.*)?", re.DOTALL),
     always=frozenset({"trainer_state.json"}),  # which the trainer writes after the rest
+    tree=True,
+)
+# torch.distributed.checkpoint: ``step-100/.metadata`` is written last, and names the others.
+_NUMBERED_FOLDER = r"(?:checkpoints?/)?(?:[A-Za-z][\w.-]*?[-_.=])?{}"
+DCP = Layout(
+    "dcp",
+    (re.compile(_NUMBERED_FOLDER.format(r"(?P<epoch>\d+)") + r"/(?P<record>\.metadata|__\d+_\d+\.distcp)"),),
+    re.compile("checkpoints?|" + _NUMBERED_FOLDER.format(r"\d+")),
+    always=frozenset({"metadata"}),
+    names={".metadata": "metadata"},
+    varies=True,
+    tree=True,
 )
 LIGHTNING = Layout(
     "lightning",
@@ -100,7 +117,7 @@ NUMBERED = Layout(
     ),
     re.compile("checkpoints?"),
 )
-LAYOUTS = (HUGGING_FACE, LIGHTNING, BURN, NUMBERED)
+LAYOUTS = (DCP, HUGGING_FACE, LIGHTNING, BURN, NUMBERED)
 """In the order in which they are tried: the first that fits any file is that of the folder."""
 
 
@@ -186,6 +203,21 @@ def find(folder: Path, layouts: Iterable[Layout]) -> tuple[Layout | None, list[E
     return None, []
 
 
+def of_folder(path: Path, epoch: int | None) -> EpochFiles:
+    """A folder of torch's DCP as an epoch, under the number at the end of its name, if none is given.
+
+    Raises:
+        InvalidArgumentError: there is none.
+        OSError: the folder cannot be listed.
+    """
+    names = sorted(name for name in os.listdir(path) if DCP.match(f"0/{name}") is not None)
+    number = DCP.match(f"{path.name}/{METADATA}")
+    if epoch is None and number is None:
+        raise InvalidArgumentError(f"{path.name} has no number at its end: say which epoch it is")
+    files = {_record_name(DCP.names.get(name, name)): f"{path.name}/{name}" for name in names}
+    return EpochFiles(check_epoch(epoch) if epoch is not None else number[0] if number is not None else 0, files)
+
+
 def of_file(path: Path, epoch: int | None, layouts: Iterable[Layout]) -> EpochFiles:
     """One file as an epoch, under the number in its name, if none is given.
 
@@ -208,7 +240,7 @@ def _walk(folder: Path, layouts: tuple[Layout, ...], below: str = "", depth: int
         return  # not yet, or just deleted
     for entry in entries:
         path = below + entry.name
-        if _SCRATCH.search(path):
+        if _SCRATCH.search(path if entry.name != METADATA else below):
             continue
         if not entry.is_dir(follow_symlinks=False) or depth == MAX_DEPTH:
             yield path  # what is no file belongs to its epoch all the same: that cannot be whole without it

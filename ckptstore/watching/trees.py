@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.formats import ForeignCheckpoint, read
-from ckptstore.watching.layouts import HUGGING_FACE, Layout
+from ckptstore.watching.layouts import Layout
 
 
 def read_trees(
@@ -18,8 +18,9 @@ def read_trees(
     Raises:
         CorruptionError, FormatError, NotFoundError, InvalidRecordError: as of ``formats.read``.
     """
-    if layout is HUGGING_FACE:
-        trees = {path.split("/")[0]: "" for path in files.values()}  # the folder is one checkpoint
+    if layout is not None and layout.tree:
+        # The folder is one checkpoint: that of the file that lies highest.
+        trees = {min(files.values(), key=lambda path: path.count("/")).rpartition("/")[0]: ""}
     else:
         trees = {path: name for name, path in files.items()}
     states: dict[str, Any] = {}

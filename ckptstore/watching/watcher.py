@@ -24,10 +24,11 @@ from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CorruptionError, EpochNotFoundError, FormatError, InvalidRecordError, NotFoundError
 from ckptstore.files import FileSource, Identity
 from ckptstore.formats import ForeignCheckpoint
+from ckptstore.formats.dcp import files_of
 from ckptstore.pipeline import Progress
 from ckptstore.repository import Repository
 from ckptstore.watching.contents import SMALL, Content, examine, shards
-from ckptstore.watching.layouts import EpochFiles, Layout
+from ckptstore.watching.layouts import DCP, EpochFiles, Layout
 from ckptstore.watching.looks import Looks, Seen
 from ckptstore.watching.origin import Origin, origin_of
 from ckptstore.watching.trees import read_trees
@@ -218,7 +219,7 @@ class Watcher:
         missing = need - records
         if not missing:
             missing = frozenset(seen.ever - records)
-        if not missing and not self._rules.need and self._layout is not None:
+        if not missing and not self._rules.need and self._layout is not None and not self._layout.varies:
             missing = self._usual(epoch) - records
         if missing:
             names = ", ".join(sorted(missing))
@@ -285,13 +286,32 @@ class Watcher:
             lacking = sorted(s for s in shards(source) if (f"{here}/{s}" if here else s) not in paths)
             if lacking:
                 raise _NotYetError("waiting", f"{lacking[0]}, of which {path} speaks, is not there")
-        if content.state == "unproven" and not self._is_plausible(epoch, name, content, seen):
+        if self._layout is DCP and name == "metadata":
+            self._check_dcp(path, seen)
+        elif content.state == "unproven" and not self._is_plausible(epoch, name, content, seen):
             raise _NotYetError(
                 "waiting",
                 f"nothing proves that {path} is whole: its format does not say, and no other epoch's was of that size "
                 "(`accept_unproven` takes it all the same)",
             )
         return content.size
+
+    def _check_dcp(self, path: str, seen: Seen) -> None:
+        """That the files are there of which the metadata of DCP speak, as long as they should be."""
+        here = path.rpartition("/")[0]
+        sizes = {seen.files.files[name]: identity.size for name, identity in seen.identities.items()}
+        try:
+            needed = files_of(self._folder / here)
+        except CorruptionError as error:
+            raise _NotYetError("torn", error.message) from error
+        except (FormatError, InvalidRecordError, NotFoundError) as error:
+            raise _NotYetError("refused", error.message) from error
+        for file, size in sorted(needed.items()):
+            found = sizes.get(f"{here}/{file}")
+            if found is None:
+                raise _NotYetError("waiting", f"{file}, of which {path} speaks, is not there")
+            if found < size:
+                raise _NotYetError("torn", f"{here}/{file} is not whole: it has {found} bytes and needs {size}")
 
     def _content(self, source: FileSource) -> Content:
         found = self._contents.get(source.identity)

@@ -238,6 +238,24 @@ def gathered(state: Any) -> Any:
 
 
 @case
+def save_by_dcp(folder: str) -> None:
+    """As DCP does it by itself."""
+    state = zoo(True)
+    for name in ("set", "size", "tuple"):  # which torch does not read without running code
+        del state["value"][name]
+    dcp.save(state, checkpoint_id=folder)
+
+
+@case
+def load_imported(url: str) -> list[str]:
+    state, full = zoo(False), zoo(True)
+    for one in (state, full):
+        del one["value"]["set"], one["value"]["size"], one["value"]["tuple"]
+    dcp.load(state, storage_reader=CkptStoreReader(url))
+    return different(state, full)
+
+
+@case
 def load_zoo(url: str, epoch: int) -> list[str]:
     state = zoo(False)
     dcp.load(state, storage_reader=CkptStoreReader(url, epoch))

@@ -154,6 +154,14 @@ def test_what_was_not_saved_by_dcp(ranks: Ranks, url: str, tmp_path: Path) -> No
     assert ranks.run(3, "load_others", url=url + "-plain") == [[]] * 3
 
 
+def test_what_dcp_wrote_by_itself_is_imported(ranks: Ranks, url: str, tmp_path: Path) -> None:
+    """P7: the files of 4 ranks, in pieces, become a checkpoint that 3 ranks load."""
+    ranks.run(4, "save_by_dcp", folder=str(tmp_path / "out" / "step-9"))
+    found = ckptstore.import_files(tmp_path / "out", ckptstore.open(url), arrays=True)
+    assert [(one.epoch, one.kind, one.reason) for one in found] == [(9, "saved", "")]
+    assert ranks.run(3, "load_imported", url=url) == [[]] * 3
+
+
 # ---- what lies on the store ----------------------------------------------------------------------------------------
 
 
