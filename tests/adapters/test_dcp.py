@@ -337,4 +337,5 @@ def test_a_killed_run_ends_bit_identical(tmp_path: Path) -> None:
     assert starts[0] == 0 < 9 <= starts[1] <= 15 < 18 <= starts[2] <= 27
     assert killed[-1].startswith("end ")
     assert killed[-1] == undisturbed[-1]
-    assert ckptstore.open(tmp_path / "two").epochs() == ckptstore.open(tmp_path / "one").epochs() == [33, 36, 39]
+    for name in ("one", "two"):  # what it was resumed from is kept beside those
+        assert ckptstore.open(tmp_path / name).epochs()[-3:] == [33, 36, 39]
