@@ -85,11 +85,12 @@ class Ours(Dcp):
         "server has answered"
     )
     where: ClassVar[tuple[str, ...]] = (FOLDER, S3)
+    arguments: ClassVar[dict[str, Any]] = {}
 
     def prepare(self) -> None:
         super().prepare()
         self.log = OpLog()
-        self.repo = self.place.open(on_request=self.log)
+        self.repo = self.place.open(on_request=self.log, **self.arguments)
 
     def writer(self, number: int) -> Any:
         from ckptstore.adapters.dcp import CkptStoreWriter
@@ -109,6 +110,15 @@ class Ours(Dcp):
     def close(self) -> None:
         super().close()
         self.repo.close()
+
+
+class OursRaw(Ours):
+    """Without compression."""
+
+    name = "ckptstore, codec raw"
+    about = 'the same with `codec="raw"`: digests and structure, no compression'
+    where: ClassVar[tuple[str, ...]] = (FOLDER,)
+    arguments: ClassVar[dict[str, Any]] = {"codec": "raw"}
 
 
 class Files(Dcp):
@@ -232,4 +242,4 @@ class Copy(Limit):
         return self._of(0).stall(local(state), number)
 
 
-RANKS: tuple[type[OfRanks], ...] = (Ours, Files, Fsspec, S3Torch, WriteAndSync, PutAndGet, Copy)
+RANKS: tuple[type[OfRanks], ...] = (Ours, OursRaw, Files, Fsspec, S3Torch, WriteAndSync, PutAndGet, Copy)
