@@ -44,7 +44,7 @@ Written by `report` from [benchmarks-dcp.json](benchmarks-dcp.json). Each rank i
 four ranks every tensor but scalars is a DTensor whose first dimension is sharded, as FSDP2 leaves it; on one rank all
 are plain. The time is that of the slowest rank, CPU and memory are those of all ranks together. All save or load
 something tiny first, so that neither imports nor first connections count. A stall is how long `dcp.async_save` blocks,
-all with a `DefaultStager` that keeps its copy; *until durable* runs from the same moment.
+each with a stager that keeps its copy (ours, or DCP's `DefaultStager`); *until durable* runs from the same moment.
 """
 
 HOW = """\

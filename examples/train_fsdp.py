@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckptstore
 from ckptstore.adapters.dcp import CkptStoreReader, CkptStoreWriter
+from ckptstore.adapters.dcp_staging import CkptStoreStager
 
 
 class Training:
@@ -90,6 +91,7 @@ def main() -> None:
     )
 
     under_way: Future[Any] | None = None
+    stager = CkptStoreStager()
     while training.step < given.steps:
         loss = training.train()
         if rank == 0:
@@ -98,7 +100,9 @@ def main() -> None:
             if under_way is not None:
                 under_way.result()  # raises what the save before has met
             writer = CkptStoreWriter(repo, training.step, metadata={"loss": loss})
-            under_way = dcp.async_save(training.state_dict(), storage_writer=writer, process_group=saving)
+            under_way = dcp.async_save(
+                training.state_dict(), storage_writer=writer, process_group=saving, async_stager=stager
+            )
     if under_way is not None:
         under_way.result()
 

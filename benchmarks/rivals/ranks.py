@@ -41,8 +41,12 @@ class Dcp(OfRanks):
 
     def prepare(self) -> None:
         warnings.filterwarnings("ignore", module="torch.distributed")
-        # One stager for all saves, as DCP advises: only the first one allocates its copy. Pinned memory needs a GPU.
-        self.stager = DefaultStager(StagingOptions(False, False, False, False))
+        # One stager for all saves, as DCP advises: only the first one allocates its copy.
+        self.stager = self.make_stager()
+
+    def make_stager(self) -> Any:
+        """What copies the state for a save in the background. Pinned memory needs a GPU."""
+        return DefaultStager(StagingOptions(False, False, False, False))
 
     @abstractmethod
     def writer(self, number: int) -> Any:
@@ -81,8 +85,8 @@ class Ours(Dcp):
 
     name = "ckptstore"
     about = (
-        "`CkptStoreWriter` and `CkptStoreReader`, default codec. Durable: every file and folder is synced, or the "
-        "server has answered"
+        "`CkptStoreWriter`, `CkptStoreReader` and `CkptStoreStager`, default codec. Durable: every file and folder is "
+        "synced, or the server has answered"
     )
     where: ClassVar[tuple[str, ...]] = (FOLDER, S3)
     arguments: ClassVar[dict[str, Any]] = {}
@@ -91,6 +95,11 @@ class Ours(Dcp):
         super().prepare()
         self.log = OpLog()
         self.repo = self.place.open(on_request=self.log, **self.arguments)
+
+    def make_stager(self) -> Any:
+        from ckptstore.adapters.dcp_staging import CkptStoreStager
+
+        return CkptStoreStager()
 
     def writer(self, number: int) -> Any:
         from ckptstore.adapters.dcp import CkptStoreWriter
