@@ -317,7 +317,7 @@ def torchrun(url: str, *doomed: str) -> list[str]:
             for line in process.stdout:
                 lines.append(line.strip())
                 words = line.split()
-                if words[0] == "rank":
+                if words[:1] == ["rank"]:
                     pids[words[1]] = int(words[-1])
                 if left and line.startswith(left[0]):
                     os.kill(pids[str(len(left) % 2)], signal.SIGKILL)

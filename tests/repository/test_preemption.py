@@ -37,7 +37,7 @@ from tests.repository.helpers import CHUNK, make_state
 folder, hold, grace = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 
 def say(*words):
-    print(*words, flush=True)
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines, whatever other threads say
 
 def wait():
     say("ready")
