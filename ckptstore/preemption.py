@@ -91,6 +91,8 @@ class Preemption:
         self._closed = False
         self._due: int | None = None  # the signal that the handler is to pass on
         self._passed = threading.Event()
+        self._ready = threading.Event()  # not set: the thread is at a signal, and more of them change nothing
+        self._ready.set()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous: dict[int, Any] = {}
@@ -123,11 +125,11 @@ class Preemption:
         """The last save is made, or under way in the background: pass the signal on as soon as nothing is in flight.
 
         By default that ends the process, right here. Returns when the handler that was there before has; at once if
-        nothing is ``due``.
+        nothing is ``due``. A signal that comes from then on is a new one.
         """
         if self.due:
             self._through.set()
-            while not self._closed and not self._passed.wait(patience.TICK_SECONDS):
+            while not self._closed and not self._ready.wait(patience.TICK_SECONDS):
                 pass
 
     def close(self) -> None:
@@ -222,6 +224,7 @@ class Preemption:
         end = time.monotonic() + self._grace
         last = end - min(self._grace / 4, LAST_SECONDS)
         self._passed.clear()
+        self._ready.clear()
         if self._last_save:
             self._through.clear()
         self._requested = True
@@ -240,6 +243,7 @@ class Preemption:
             os._exit(128 + number)
         while select.select([self._read], [], [], 0)[0] and os.read(self._read, 4096):
             pass  # our own signal has written here too, and so have those of others meanwhile
+        self._ready.set()
 
     def _finish_or_abandon(self, last: float, end: float) -> None:
         """Wait for what is in flight now; abandon what is not through in time, in what is left of it."""
