@@ -35,8 +35,12 @@ ASIDE = 256 << 20
 # ---- to save ---------------------------------------------------------------------------------------------------
 
 
-def records_of(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, Any]:
-    """What this rank writes, as states by record: tensors, and pieces of those that others have the rest of."""
+def records_of(items: Sequence[WriteItem], planner: SavePlanner, *, alone: bool = False) -> dict[str, Any]:
+    """What this rank writes, as states by record: tensors, and pieces of those that others have the rest of.
+
+    Args:
+        alone: there are no others.
+    """
     pieces: dict[str, list[tuple[Path, torch.Tensor]]] = {}
     leaves: dict[str, Any] = {}
     for item in items:
@@ -58,7 +62,7 @@ def records_of(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, An
     found = {place_of(paths.get(fqn, (fqn,)), split): leaf for fqn, leaf in leaves.items()}
     lists = {(name, path[:end]) for name, path in found for end in range(len(path))}
     gaps = {(name, path): gap for (name, path), gap in gaps.items() if (name, path[:-1]) in lists}
-    return {name: _tree(node) for name, node in nested({**gaps, **found}.items()).items()}
+    return {name: _tree(node, alone) for name, node in nested({**gaps, **found}.items()).items()}
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
@@ -85,12 +89,14 @@ def _empty(paths: Iterable[Path]) -> Iterator[Path]:
         yield from ((*path, number) for number in range(max(there)) if number not in there)
 
 
-def _tree(node: Any) -> Any:
-    """A tree of nodes as dicts and parts of lists."""
+def _tree(node: Any, alone: bool) -> Any:
+    """A tree of nodes as dicts and parts of lists, or lists where all is here."""
     if not isinstance(node, Node):
         return node
-    made = {key: _tree(child) for key, child in node.items()}
-    return ListPart(made) if any(type(key) is int for key in made) else made
+    made = {key: _tree(child, alone) for key, child in node.items()}
+    if not any(type(key) is int for key in made):
+        return made
+    return [made[at] for at in range(len(made))] if alone and made.keys() == {*range(len(made))} else ListPart(made)
 
 
 # ---- to load ---------------------------------------------------------------------------------------------------
