@@ -74,12 +74,7 @@ class PartsTransaction(Transaction):
 
     def _all_entries(self) -> list[RecordEntry]:
         own = [index for index, _ in self._writer.collect()]
-        parts = [part for part, _ in self._parts]
-        self._claim.join(
-            [part.attempt for part in parts],
-            {attempt for part in parts for attempt in part.uses},
-            {attempt for part in parts for attempt in part.adopted},
-        )
+        self._claim_parts([part for part, _ in self._parts])
         ranks = [(-1 if self._plan.rank is None else self._plan.rank.rank, own)] if own else []
         ranks += [(part.rank, indexes_of(part, where)) for part, where in self._parts]
         merged = _merged(ranks)
@@ -89,6 +84,18 @@ class PartsTransaction(Transaction):
         self.tally.bytes_state = sum(entry.bytes_state for entry in entries)
         self._twice = _unneeded([index for _, indexes in ranks for index in indexes], self._writer.referenced)
         return entries
+
+    def _claim_parts(self, parts: Sequence[Part]) -> None:
+        try:
+            self._claim.join(
+                [part.attempt for part in parts],
+                {attempt for part in parts for attempt in part.uses},
+                {attempt for part in parts for attempt in part.adopted},
+            )
+        except TransactionError:
+            # Who commits the epoch first sweeps the dead attempts that both have adopted.
+            Transaction._next_generation(self, self._catalog.committed(self.epoch))
+            raise
 
     _twice: Mapping[str, int] = MappingProxyType({})  # chunks that several ranks have sent, all but one of each
 

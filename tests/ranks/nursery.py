@@ -15,6 +15,7 @@ import ckptstore
 from ckptstore.stores import remote  # noqa: F401 (so that the children need not import it)
 from tests.ranks.helpers import part_of
 from tests.repository.helpers import CHUNK
+from tests.torture.broken import broken_order
 
 
 def say(**facts: Any) -> None:
@@ -28,7 +29,8 @@ def told(error: BaseException) -> dict[str, Any]:
 
 def live(job: dict[str, Any], rank: int) -> None:
     """Save the epochs, as one rank. One that fails ends it, unless it is to try again."""
-    repo = ckptstore.open(job["url"], storage_options=job.get("options"), chunk_size=CHUNK, retry=None)
+    keep = ckptstore.KeepLast(job["keep"]) if "keep" in job else None
+    repo = ckptstore.open(job["url"], storage_options=job.get("options"), chunk_size=CHUNK, retry=None, keep=keep)
     ranks, tries = job["ranks"], job.get("tries", 1)
     time.sleep(job.get("late", {}).get(str(rank), 0.0))
     for epoch in range(job["first"], job["last"] + 1):
@@ -74,4 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with broken_order(sys.argv[1] if sys.argv[1:] else None):
+        main()

@@ -24,6 +24,7 @@ from ckptstore import (
 )
 from ckptstore.lease import read_leases
 from ckptstore.stores import MemoryStore
+from ckptstore.sweep import condemn
 from ckptstore.testing import Fault, FaultStore
 from tests.ranks.helpers import (
     SECONDS,
@@ -335,6 +336,38 @@ def test_two_launches_at_once() -> None:
         assert_same(open_repo(store).checkpoint(epoch).load(), whole(epoch if won else 100 + epoch, 3))
     open_repo(store).gc(grace=0)
     assert_no_debris(store)
+
+
+def test_two_launches_that_take_up_what_the_same_dead_one_has_sent() -> None:
+    """The first to commit sweeps that; the other is told that the epoch exists, and not that it was silent."""
+    store = started(3, 1)
+
+    def failing(repo: Repository, epoch: int, rank: int, ranks: int) -> Any:
+        with repo.begin(epoch, rank=rank, world_size=ranks, group="dead") as txn:
+            txn.write(f"rank-{rank}", part_of(epoch, rank))
+            txn.settle()
+            raise RuntimeError
+
+    save_all(store, 2, 3, failing)
+    dead = [sighting.attempt for sighting in read_leases(store)]
+    assert len(dead) == 3
+    written = threading.Barrier(3, timeout=SECONDS)
+
+    def late(repo: Repository, epoch: int, rank: int, ranks: int) -> Any:
+        with repo.begin(epoch, rank=rank, world_size=ranks, group="late") as txn:
+            txn.write(f"rank-{rank}", part_of(epoch, rank))
+            txn.settle()
+            assert txn.tally.chunks_sent == 0
+            if written.wait() == 0:
+                save_all(store, epoch, 3, group="early")
+                for attempt in dead:  # as its sweep does, for the moment until it sees that others need them
+                    condemn(store, attempt)
+            written.wait()
+        return None
+
+    for error in save_all(store, 2, 3, late).values():
+        assert isinstance(error, EpochExistsError), error
+    assert_whole(store, {1: 3, 2: 3})
 
 
 def test_an_epoch_that_exists() -> None:

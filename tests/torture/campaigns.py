@@ -13,7 +13,7 @@ from types import TracebackType
 
 from tests import servers
 from tests.conftest import Bucket, s3_bucket
-from tests.torture import between, damage, kills, line, race, space, stateful, syscalls
+from tests.torture import between, damage, kills, line, race, ranks, space, stateful, syscalls
 from tests.torture.broken import broken_order
 from tests.torture.report import Report
 from tests.torture.work import Tally, Work
@@ -34,6 +34,7 @@ class Campaign:
 CAMPAIGNS = {
     "kills": Campaign("SIGKILL of saving processes, on a folder and on S3", kills.run, {"full": 1000, "ci": 80}),
     "tiers": Campaign("SIGKILL between a fast tier and a slow one", between.run, {"full": 200, "ci": 16}),
+    "ranks": Campaign("SIGKILL of ranks that save together, on a folder and on S3", ranks.run, {"full": 200, "ci": 12}),
     "stateful": Campaign("random steps against a model", stateful.run, {"full": 10_000, "ci": 1_000}),
     "race": Campaign(
         "16 processes save one epoch at once",

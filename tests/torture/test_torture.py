@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Bucket
-from tests.torture import between, damage, kills, race, space, stateful
+from tests.torture import between, damage, kills, race, ranks, space, stateful
 from tests.torture.broken import ORDERS, broken_order
 from tests.torture.campaigns import CAMPAIGNS, PROFILES
 from tests.torture.work import Tally, Work
@@ -41,6 +41,10 @@ def kill_on_a_folder(work: Work) -> None:
     kills.lane(work, "folder", work.size)
 
 
+def kill_ranks_on_a_folder(work: Work) -> None:
+    ranks.lane(work, "folder", work.size)
+
+
 def kill_between_folders(work: Work) -> None:
     between.lane(work, "folder", work.size)
 
@@ -59,6 +63,7 @@ def test_random_steps_find_it(order: str, tmp_path: Path) -> None:
         ("manifest-first", kill_on_a_folder, "kills", 40),
         ("plain-write", kill_on_a_folder, "kills", 100),
         ("manifest-first", kill_between_folders, "tiers", 40),
+        ("manifest-first", kill_ranks_on_a_folder, "ranks", 10),
         ("overwrite", race_on_a_folder, "race", 3),
         ("unchecked", damage.run, "damage", 60),
         ("deaf", space.at_every_write, "enospc", 0),
@@ -77,6 +82,7 @@ def test_the_real_order_passes(tmp_path: Path) -> None:
         "stateful": (stateful.run, 300),
         "kills": (kill_on_a_folder, 8),
         "tiers": (kill_between_folders, 6),
+        "ranks": (kill_ranks_on_a_folder, 4),
         "race": (race_on_a_folder, 1),
     }
     for name, (run, size) in {**runs, "damage": (damage.run, 30), "enospc": (space.at_every_write, 4)}.items():
