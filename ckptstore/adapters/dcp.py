@@ -14,9 +14,11 @@ from __future__ import annotations
 import glob
 import io
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -31,7 +33,18 @@ from ckptstore.adapters.dcp_plans import Leaves, has_arrays, into_of, records_of
 from ckptstore.errors import CkptStoreError, EpochNotFoundError
 from ckptstore.gathered import RankPart
 from ckptstore.manifest import check_epoch
-from ckptstore.skeleton import key_text
+from ckptstore.skeleton import join
+
+
+class _Save(threading.local):
+    """What is under way. DCP does each save from one thread, so two that overlap do not get into each other."""
+
+    def __init__(self, epoch: int | None) -> None:
+        self.epoch = epoch
+        self.error: Exception | None = None
+        self.rank = 0
+        self.part: RankPart | None = None
+        self.alone: ExitStack | None = None
 
 
 class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no types here
@@ -55,37 +68,36 @@ class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no type
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
     ) -> None:
-        self._epoch = None if epoch is None else check_epoch(epoch)
+        self._now = _Save(None if epoch is None else check_epoch(epoch))
         options.check_metadata(metadata)
         options.check_flag("replace", replace)
         self._metadata = metadata
         self._replace = replace
-        self._error: Exception | None = None
-        self._rank = 0
-        self._part: RankPart | None = None
-        self._alone: ExitStack | None = None
         self._repo = where if isinstance(where, Repository) else open_repository(where)
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process that saves in the background: all but what is under way here."""
-        return {**vars(self), "_part": None, "_alone": None}
+        return {**vars(self), "_now": self._now.epoch}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _now=_Save(state["_now"]))
 
     # ---- what DCP calls, in this order -----------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins. An error is kept for the next step: here it would not reach the other ranks."""
-        self._error = None
+        self._now.error = None
         if checkpoint_id is not None:
             try:
-                self._epoch = epoch_of(checkpoint_id)
+                self._now.epoch = epoch_of(checkpoint_id)
             except InvalidArgumentError as error:
-                self._error = error
+                self._now.error = error
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be one checkpoint."""
-        if self._error is not None:
-            raise self._error
-        if self._epoch is None:
+        if self._now.error is not None:
+            raise self._now.error
+        if self._now.epoch is None:
             raise InvalidArgumentError(
                 "which epoch? CkptStoreWriter(repo, epoch), or dcp.save(.., checkpoint_id=epoch)"
             )
@@ -93,8 +105,8 @@ class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no type
             raise InvalidArgumentError(
                 "use_collectives=False saves each rank alone, and that is no checkpoint: leave it"
             )
-        self._rank = kwargs["rank"]
-        self._part = self._alone = None  # what is left of a save before that has failed ends here
+        self._now.rank = kwargs["rank"]
+        self._now.part = self._now.alone = None  # what is left of a save before that has failed ends here
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The paths of this rank's items travel with its plan."""
@@ -111,40 +123,42 @@ class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no type
         options.flatten_all(records, part=not alone)  # what cannot be stored is refused before anything is sent
         data = self._write_alone(records) if alone else self._write_part(records, plan.storage_data)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(index=MetadataIndex(f"rank {self._rank}"), size_in_bytes=0, storage_data=data)])
+        done.set_result(
+            [WriteResult(index=MetadataIndex(f"rank {self._now.rank}"), size_in_bytes=0, storage_data=data)]
+        )
         return done
 
     def _write_alone(self, records: Mapping[str, Any]) -> bytes:
         """All there is: an ordinary save, in fewer requests. Nobody has to be told of it."""
         with ExitStack() as stack:
-            txn = stack.enter_context(self._repo.begin(cast("int", self._epoch), self._metadata, self._replace))
+            txn = stack.enter_context(self._repo.begin(cast("int", self._now.epoch), self._metadata, self._replace))
             for name, state in records.items():
                 txn.write(name, state)
             txn.settle()
-            self._alone = stack.pop_all()  # to close it is to commit
+            self._now.alone = stack.pop_all()  # to close it is to commit
         return b""
 
     def _write_part(self, records: Mapping[str, Any], world_size: int) -> bytes:
         part = self._repo.begin_part(
-            cast("int", self._epoch), rank=self._rank, world_size=world_size, group="dcp", replace=self._replace
+            cast("int", self._now.epoch), rank=self._now.rank, world_size=world_size, group="dcp", replace=self._replace
         )
         with part:
             for name, state in records.items():
                 part.write(name, state)
             data = part.finish()
-        self._part = part  # its lease has to last until the coordinator has committed
+        self._now.part = part  # its lease has to last until the coordinator has committed
         return data
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: commit."""
-        if self._alone is not None:
-            stack, self._alone = self._alone, None
+        if self._now.alone is not None:
+            stack, self._now.alone = self._now.alone, None
             stack.close()
             return
         parts = [result.storage_data for of_rank in results for result in of_rank]
-        part, self._part = cast("RankPart", self._part), None
+        part, self._now.part = cast("RankPart", self._now.part), None
         try:
-            self._repo.commit_parts(cast("int", self._epoch), parts, self._metadata, self._replace)
+            self._repo.commit_parts(cast("int", self._now.epoch), parts, self._metadata, self._replace)
         except BaseException as error:
             part.end(error)
             raise
@@ -278,9 +292,9 @@ class CkptStoreReader(StorageReader):  # type: ignore[misc]
             planner.load_bytes(item, packed)
 
     def _patterns(self, fqns: Iterable[str]) -> list[str] | None:
-        """The paths in their record; None for all of it."""
-        paths = [self._leaves.places[fqn][1] for fqn in fqns]
-        return [glob.escape(".".join(map(key_text, path))) for path in paths] if all(paths) else None
+        """The paths in their record; None for all of it: it has no path, and what lies below an empty key may not."""
+        paths = [reduce(join, self._leaves.places[fqn][1], "") for fqn in fqns]
+        return [glob.escape(path) for path in paths] if all(paths) else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan
 
 from ckptstore import InvalidRecordError, ShardedArray
 from ckptstore.arrays import ArraySpec
-from ckptstore.formats.flatnames import MAX_RECORDS, REST, Node, Path, Place, nested, place_of
+from ckptstore.formats.flatnames import MAX_RECORDS, REST, Node, Path, Place, is_list, nested, place_of
 from ckptstore.shards import ListPart
 from ckptstore.skeleton import NOTHING
 
@@ -62,7 +62,7 @@ def records_of(items: Sequence[WriteItem], planner: SavePlanner, *, alone: bool 
     found = {place_of(paths.get(fqn, (fqn,)), split): leaf for fqn, leaf in leaves.items()}
     lists = {(name, path[:end]) for name, path in found for end in range(len(path))}
     gaps = {(name, path): gap for (name, path), gap in gaps.items() if (name, path[:-1]) in lists}
-    return {name: _tree(node, alone) for name, node in nested({**gaps, **found}.items()).items()}
+    return {name: _tree(node, (name,), alone) for name, node in nested({**gaps, **found}.items()).items()}
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
@@ -89,12 +89,12 @@ def _empty(paths: Iterable[Path]) -> Iterator[Path]:
         yield from ((*path, number) for number in range(max(there)) if number not in there)
 
 
-def _tree(node: Any, alone: bool) -> Any:
+def _tree(node: Any, path: Path, alone: bool) -> Any:
     """A tree of nodes as dicts and parts of lists, or lists where all is here."""
     if not isinstance(node, Node):
         return node
-    made = {key: _tree(child, alone) for key, child in node.items()}
-    if not any(type(key) is int for key in made):
+    made = {key: _tree(child, (*path, key), alone) for key, child in node.items()}
+    if not is_list(node, path):
         return made
     return [made[at] for at in range(len(made))] if alone and made.keys() == {*range(len(made))} else ListPart(made)
 

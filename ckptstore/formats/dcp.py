@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import reprlib
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ def read_dcp(path: Path, note: Callable[[Path], object]) -> dict[str, Any]:
         CorruptionError: something is cut, or does not add up.
         UnsafeFileError: there is a pickle of objects; nothing of it was run.
         FormatError: no torch is there to read it, or it is of a kind that is not known.
-        NotFoundError, InvalidRecordError: a file is missing or cannot be read.
+        NotFoundError, InvalidRecordError: a file is missing or cannot be read, or two things lie at one place.
     """
     torch = loading_torch(path)
     note(path / METADATA)
@@ -83,10 +84,7 @@ def read_dcp(path: Path, note: Callable[[Path], object]) -> dict[str, Any]:
         else:
             leaves[fqn] = _tensor(fqn, shape, items, files, torch)
     places = places_of({fqn: index.paths.get(fqn, (fqn,)) for fqn in leaves})
-    try:
-        return tree_of((places[fqn], leaf) for fqn, leaf in leaves.items())
-    except (AttributeError, TypeError) as error:  # something lies below a leaf
-        raise CorruptionError(f"{index.path} is damaged: its paths make no sense", key=str(index.path)) from error
+    return tree_of((places[fqn], leaf) for fqn, leaf in leaves.items())
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -214,6 +212,7 @@ class _Index:
             if type(path) is not tuple or not 0 < len(path) <= _MAX_PATH or not all(map(_is_step, path)):
                 raise ValueError("a path makes no sense")
             self.paths[_text(fqn)] = path
+        self._check_lists()
         for index, info in metadata.facts["storage_data"].items():
             fqn, offset = _text(index.facts["fqn"]), index.facts.get("offset")
             if fqn not in self.shapes or not is_inside(info.facts["relative_path"]):
@@ -223,6 +222,16 @@ class _Index:
             where = _ints((info.facts["offset"], info.facts["length"]))
             item = _Item(None if offset is None else _ints(offset), info.facts["relative_path"], *where)
             self.items.setdefault(fqn, []).append(item)
+
+    def _check_lists(self) -> None:
+        """ValueError if the lists together are much longer than what is in them: each position takes memory."""
+        lengths: dict[tuple[str | int, ...], int] = {}
+        for path in self.paths.values():
+            for depth, key in enumerate(path):
+                if type(key) is int:
+                    lengths[path[:depth]] = max(key + 1, lengths.get(path[:depth], 0))
+        if sum(lengths.values()) > _MAX_LIST + len(self.paths):
+            raise ValueError("its lists have more items than there can be")
 
 
 def _is_step(key: Any) -> bool:
@@ -237,7 +246,7 @@ def _text(value: Any) -> str:
 
 def _ints(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{str(values)[:80]} are no sizes")
+        raise ValueError(f"{reprlib.repr(values)[:80]} are no sizes")  # the text of all of it may have no end
     return values
 
 
@@ -347,6 +356,8 @@ class _Machine:
         self._name(module, name)
 
     def _name(self, module: str, name: str) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a class has no name")
         known = (
             (module in _MODULES and name in _CLASSES)
             or (module == "torch" and name.isidentifier())  # Size, and element types: only a text here
@@ -354,7 +365,7 @@ class _Machine:
             or (module in ("pathlib", "pathlib._local") and name in _PATHS)
         )
         if not known:
-            self._refuse(f"objects of {str(module)[:80]}.{str(name)[:80]}")
+            self._refuse(f"objects of {module[:80]}.{name[:80]}")
         self._stack.append(_Object(name))
 
     def _do_newobj(self, arg: Any) -> None:

@@ -39,26 +39,46 @@ def place_of(path: Path, split: bool = True) -> Place:
 
 
 def nested(leaves: Iterable[tuple[Place, Any]]) -> dict[str, Any]:
-    """Leaves as trees by record; each is a ``Node`` with the positions of a list as keys, too."""
+    """Leaves as trees by record; each is a ``Node`` with the positions of a list as keys, too.
+
+    InvalidRecordError if two lie at one place, or one below another: DCP tells keys apart by their texts only.
+    """
     trees: dict[str, Any] = {}
     for (name, path), leaf in leaves:
         node, key = trees, name
         for step in path:
             node = node.setdefault(key, Node())
+            if not isinstance(node, Node):
+                raise _same_text((name, *path))
             key = step
+        if key in node:
+            raise _same_text((name, *path))
         node[key] = leaf
     return trees
 
 
+def is_list(node: Node, path: Path) -> bool:
+    """Whether a node is a list, for DCP's own paths. InvalidRecordError if it is a list and a dict."""
+    positions = sum(type(key) is int for key in node)
+    if 0 < positions < len(node):
+        raise _same_text(path)
+    return positions > 0
+
+
 def tree_of(leaves: Iterable[tuple[Place, Any]]) -> dict[str, Any]:
     """Leaves as dicts and lists by record. A position of a list that has nothing is an empty dict."""
-    return {name: _whole(node) for name, node in nested(leaves).items()}
+    return {name: _whole(node, (name,)) for name, node in nested(leaves).items()}
 
 
-def _whole(node: Any) -> Any:
+def _whole(node: Any, path: Path) -> Any:
     if not isinstance(node, Node):
         return node
-    made = {key: _whole(child) for key, child in node.items()}
-    if made and all(type(key) is int for key in made):
-        return [made.get(position, {}) for position in range(max(made) + 1)]
-    return made
+    made = {key: _whole(child, (*path, key)) for key, child in node.items()}
+    return [made.get(position, {}) for position in range(max(made) + 1)] if is_list(node, path) else made
+
+
+def _same_text(path: Path) -> InvalidRecordError:
+    where = ".".join(map(str, path))
+    return InvalidRecordError(
+        f"{where[:200]}: two things are there. DCP makes texts of keys, so that 1 and '1' are the same: rename one"
+    )

@@ -6,11 +6,14 @@ import collections
 import importlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from tests.conftest import Bucket
 pytest.importorskip("torch.distributed.fsdp", reason="needs torch: make test-adapters")
 
 torch: Any = importlib.import_module("torch")
+adapter: Any = importlib.import_module("ckptstore.adapters.dcp")
+CkptStoreReader, CkptStoreWriter = adapter.CkptStoreReader, adapter.CkptStoreWriter
 ROOT = Path(__file__).parents[2]
 
 
@@ -135,6 +140,76 @@ def test_whatever_can_be_in_a_state_dict(ranks: Ranks, url: str, tmp_path: Path)
 def test_an_empty_dict_in_a_list_keeps_its_place(ranks: Ranks, url: str) -> None:
     ranks.run(2, "save_gap", url=url)
     assert ckptstore.open(url).checkpoint(1).load() == {"groups": [{}, {"lr": 1, "x": [{}, {"y": 2}]}]}
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@ALONE
+def test_one_writer_for_saves_that_overlap(url: str) -> None:
+    """P2: each of two threads saves its own state under its own epoch, although both use one writer."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    planners = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    both = threading.Barrier(2, timeout=30)
+
+    class Slow(planners.DefaultSavePlanner):  # type: ignore[misc,name-defined]
+        def create_local_plan(self) -> Any:
+            both.wait()  # the writer has been told of both epochs
+            return super().create_local_plan()
+
+    repo = ckptstore.open(url)
+    writer = pickle.loads(pickle.dumps(CkptStoreWriter(repo)))
+
+    def save(epoch: int) -> None:
+        state = {"model": {"w": torch.full((1000,), float(epoch))}, "step": epoch}
+        dcp.save(state, checkpoint_id=epoch, storage_writer=writer, planner=Slow(), no_dist=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, (1, 2)))
+    assert repo.epochs() == [1, 2]
+    for epoch in (1, 2):
+        found = repo.checkpoint(epoch).load()
+        assert (found["state_dict"]["step"], found["model"]["w"][0]) == (epoch, epoch)
+
+
+def alone(url: str, state: dict[str, Any], epoch: int = 1) -> None:
+    """Save on one process."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    dcp.save(state, storage_writer=CkptStoreWriter(url, epoch), no_dist=True)
+
+
+@ALONE
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: [torch.ones(2), torch.ones(2)], "1": "text"},
+        {"1": "text", 1: [torch.ones(2), torch.ones(2)]},
+        {"1": {"x": torch.ones(2)}, 1: "text"},
+        {1: {"x": torch.ones(2)}, "1": [torch.ones(2)]},
+    ],
+)
+def test_keys_that_are_the_same_text_lose_nothing(url: str, state: dict[Any, Any]) -> None:
+    """P7: DCP makes texts of keys; what one of two such keys has is not left out, it is refused by its path."""
+    checkpoint_error = importlib.import_module("torch.distributed.checkpoint").CheckpointException
+    with pytest.raises(checkpoint_error) as failed:
+        alone(url, {"d": state})
+    error, _ = failed.value.failures[0]
+    assert isinstance(error, ckptstore.InvalidRecordError)
+    assert "d.1" in str(error)
+    assert ckptstore.open(url).epochs() == []
+
+
+@ALONE
+def test_empty_and_odd_keys(url: str) -> None:
+    """P7: values with arrays in them come back from below keys that are empty, or hold dots and patterns."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    value = (1, np.arange(3))
+    inner = {"": {"": value, "x": value, "*": [value, {"y": value}]}, "a.b": {"c": value}}
+    alone(url, {"model": inner, "": {"x": value, "": value}, "w": torch.ones(2)})
+    empty = {"": {"": 0, "x": 0, "*": [0, {"y": 0}]}, "a.b": {"c": 0}}
+    state = {"model": empty, "": {"x": 0, "": 0}, "w": torch.zeros(2)}
+    dcp.load(state, storage_reader=CkptStoreReader(url, 1), no_dist=True)
+    assert exact(state, {"model": inner, "": {"x": value, "": value}, "w": torch.ones(2)})
 
 
 def test_ways_to_save_and_load(ranks: Ranks, url: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CkptStoreError, CorruptionError, UnsafeFileError, formats
+from ckptstore import CkptStoreError, CorruptionError, InvalidRecordError, UnsafeFileError, formats
 from ckptstore.cli import main
 from ckptstore.formats.dcp import files_of
 
@@ -159,4 +159,46 @@ def test_what_is_cut_or_garbled_is_told(tmp_path: Path) -> None:
             formats.read(folder)
     (folder / ".metadata").write_bytes(b"\x80\x05]" + b"\x94r\xff\xff\xff\x7f" * 3 + b".")
     with pytest.raises(CorruptionError):
+        formats.read(folder)
+
+
+BOMB = b"\x80\x04)\x94" + b"".join(b"h" + bytes([n, 104, n]) + b"\x86\x94" for n in range(40)) + b"h\x28"
+"""Tuples of one tuple twice, 40 levels: little memory, and a text of 2^40 characters."""
+
+
+@pytest.mark.parametrize("what", ["a name", "a size"])
+def test_a_text_without_end_is_not_made(tmp_path: Path, what: str) -> None:
+    """P6: what is garbled may be small and have a text that no machine can hold."""
+    folder = write(tmp_path / "step-3")
+    asks = {"a name": b"h\x28\x93.", "a size": b"ctorch\nSize\nh\x28\x85\x81."}
+    (folder / ".metadata").write_bytes(BOMB + asks[what])
+    with pytest.raises(CorruptionError):
+        formats.read(folder)
+
+
+def edited(folder: Path, paths: dict[str, tuple[str | int, ...]]) -> Path:
+    """With other paths in its metadata."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data.update(paths)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def test_lists_that_are_nearly_empty(tmp_path: Path) -> None:
+    """P6: a few bytes cannot ask for lists of any length."""
+    paths: dict[str, tuple[str | int, ...]] = {f"model.{name}": ("model", name, 999_999) for name in STATE["model"]}
+    with pytest.raises(CorruptionError, match="more items than there can be"):
+        formats.read(edited(write(tmp_path / "step-3"), paths))
+
+
+@pytest.mark.parametrize(
+    "path", [("model", "b"), ("model", "b", "x"), ("model", 1), ("optimizer",), ("rng", "x"), ("rng", 0, 0)]
+)
+def test_two_things_at_one_place(tmp_path: Path, path: tuple[str | int, ...]) -> None:
+    """P7: neither is left out. One at the top of its name is in another record."""
+    folder = edited(write(tmp_path / "step-3"), {"model.w": path})
+    if len(path) == 1:
+        assert torch.equal(formats.read(folder)["state_dict"]["optimizer"], STATE["model"]["w"])
+        return
+    with pytest.raises(InvalidRecordError, match="two things are there"):
         formats.read(folder)
