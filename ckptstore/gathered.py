@@ -54,11 +54,17 @@ class RankPart:
 
     def write(self, name: str, state: object) -> None:
         """Write a record, or this rank's pieces of it. Errors as of ``Transaction.write``."""
+        self._check_unfinished()
         self._transaction.write(name, state)
 
     def write_file(self, name: str, path: str | os.PathLike[str] | FileSource) -> None:
         """Write a record from a file. Errors as of ``Transaction.write_file``."""
+        self._check_unfinished()
         self._transaction.write_file(name, path)
+
+    def _check_unfinished(self) -> None:
+        if self._finished:  # the coordinator would never hear of it
+            raise TransactionError(f"the part of epoch {self.epoch} was finished: write before that", epoch=self.epoch)
 
     def finish(self) -> bytes:
         """Wait until all that was written is on the store. What the coordinator needs to know of it: some bytes.

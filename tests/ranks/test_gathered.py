@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,18 @@ def test_leaving_a_part_unfinished_gives_it_up() -> None:
     with pytest.raises(TransactionError):
         part.finish()
     assert [key for key in keys_of(store) if keys.parse_note_key(key)] == []
+
+
+def test_nothing_is_written_after_finish(tmp_path: Path) -> None:
+    """P2: the coordinator would not hear of it, and the checkpoint would be without."""
+    repo = open_repo(MemoryStore())
+    part = repo.begin_part(1, rank=0, world_size=1)
+    part.write("x", {"x": 1})
+    data = part.finish()
+    (tmp_path / "file").write_bytes(b"1")
+    with pytest.raises(TransactionError, match="was finished: write before that"):
+        part.write("y", {"y": 1})
+    with pytest.raises(TransactionError, match="was finished: write before that"):
+        part.write_file("z", tmp_path / "file")
+    assert repo.commit_parts(1, [data]).load() == {"x": {"x": 1}}
+    part.end()
