@@ -249,6 +249,23 @@ class _Undeletable(MemoryStore):
         raise AccessError(f"may not delete {key}", key=key)
 
 
+class _SweptOnce(MemoryStore):
+    """A sweeper takes away the first object right after its put."""
+
+    _puts = 0
+
+    def put(self, key: str, data: Body, *, if_absent: bool = False) -> None:
+        super().put(key, data, if_absent=if_absent)
+        self._puts += 1
+        if self._puts == 1:
+            self.delete(key)
+
+
+def test_probe_that_a_sweeper_meets() -> None:
+    """P4: what another process did is not laid to the server, whose user would be told to do without conditions."""
+    assert probe_conditional_put(_SweptOnce()) is True
+
+
 def test_probe_that_cannot_ask() -> None:
     """A store that refuses the put is an error of the probe, not a "no"; one that keeps the probe is no error."""
     with pytest.raises(AccessError, match="may not put"):
