@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ckptstore import keys, meeting
 from ckptstore.catalog import Catalog
-from ckptstore.errors import CorruptionError, EpochExistsError
+from ckptstore.errors import CorruptionError, EpochExistsError, ObjectNotFoundError
 from ckptstore.lease import HeldLease, Sighting, is_condemned, read_leases
 from ckptstore.manifest import Lease
 from ckptstore.meeting import Signs, Waiting, check_part
@@ -45,7 +45,8 @@ class Gathering(Waiting):
             if not missing:
                 return [self._parts[rank] for rank in sorted(self._parts)]
             if self._is_over:
-                raise self.failed(self._late(missing, alive, f"after {self._timeout:g} seconds"), of_the_store=True)
+                late = self._late(missing, alive, f"after {self._timeout:g} seconds")
+                raise self.failed({**self._twice(), **late}, of_the_store=True)
             self._wait()
 
     def _take_parts(self) -> None:
@@ -67,7 +68,10 @@ class Gathering(Waiting):
 
     def _read_part(self, item: tuple[int, str]) -> Part:
         rank, key = item
-        part = decode_part(self._store.get(key, 0, MAX_PART + 1), key)
+        try:
+            part = decode_part(self._store.get(key, 0, MAX_PART + 1), key)
+        except ObjectNotFoundError as error:  # it was listed just now: a sweeper has taken this attempt for dead
+            raise self._lease.gone() from error
         check_part(part, self._epoch, self._rank, key)
         if part.rank != rank:
             raise CorruptionError(f"{key} is damaged: it is the part of rank {part.rank}", key=key)
@@ -116,6 +120,15 @@ class Gathering(Waiting):
         if lease.state == "abandoned":
             return lease.reason
         return self._signs.setdefault(sighting.attempt, Signs()).death(lease)
+
+    def _twice(self) -> dict[int, str]:
+        """Another rank 0 of the same launch and epoch: no other rank knows which of them to join."""
+        prefix = keys.ranks_prefix(self._epoch) + f"{0:04x}"
+        for sighting in read_leases(self._store, prefix, lambda attempt, _: attempt != self._attempt):
+            lease = sighting.lease
+            if lease is not None and self._is_same(lease) and self._end_of(sighting, lease) is None:
+                return {0: f"several processes call themselves rank 0 of group {self._rank.group!r}: {_where(lease)}"}
+        return {}
 
     def _late(self, missing: list[int], alive: dict[int, Lease], when: str) -> dict[int, str]:
         return {

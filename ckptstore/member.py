@@ -60,9 +60,10 @@ class Member(Waiting):
     def _why_not_there(self) -> str:
         if self._several:
             return f"several processes call themselves rank 0 of group {self._rank.group!r}"
-        return (
-            f"has not begun to save epoch {self._epoch} in group {self._rank.group!r} after {self._timeout:g} seconds"
-        )
+        why = f"has not begun to save epoch {self._epoch} in group {self._rank.group!r} after {self._timeout:g} seconds"
+        if self._generation > 1:
+            why += " (the epoch exists: pass replace=True on all ranks or on none)"
+        return why
 
     def look_for_coordinator(self) -> str | None:
         """The attempt of the coordinator, if it is there now. Raises how it failed, if this rank has missed that."""

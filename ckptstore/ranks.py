@@ -36,6 +36,7 @@ from ckptstore.errors import (
     CkptStoreError,
     EpochExistsError,
     FencedError,
+    InvalidArgumentError,
     InvalidRecordError,
     OutcomeUnknownError,
     RanksFailedError,
@@ -319,9 +320,11 @@ def tell_failure(
     try:
         if fresh:
             held.claim(None, ())
-        told = rank.rank > 0 and _told_coordinator(catalog, held, error)
-        if fresh:
-            held.abandon("" if told else f"has failed: {reason_of(error)}")
+        try:
+            told = rank.rank > 0 and _told_coordinator(catalog, held, error)
+        finally:
+            if fresh:
+                held.abandon("" if told else f"has failed: {reason_of(error)}")
         if not told and not isinstance(error, (EpochExistsError, RanksFailedError)):
             meeting.process.untold.add(rank)
     except Exception as second:  # noqa: BLE001 (whatever it is: it must not hide the error that it is about)
@@ -352,7 +355,10 @@ def _told_coordinator(catalog: Catalog, held: HeldLease, error: BaseException) -
         return True  # it has heard it from there
     rank = held.lease.rank
     assert rank is not None
-    coordinator = Member(catalog, held, 0.0, lambda: None).look_for_coordinator()
+    try:
+        coordinator = Member(catalog, held, 0.0, lambda: None).look_for_coordinator()
+    except (RanksFailedError, EpochExistsError, FencedError, OutcomeUnknownError, InvalidArgumentError):
+        return False  # one that this rank has missed has ended, or has another world size: the next hears of it
     if coordinator is None:
         return False
     exists = isinstance(error, EpochExistsError)
