@@ -205,7 +205,7 @@ class Target:
 
 def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, leaves: Leaves) -> Iterator[list[Target]]:
     """What to fill, in turns: what has another type than the checkpoint, or shares memory, takes memory aside."""
-    taken: dict[int, list[tuple[int, int]]] = {}
+    taken: dict[torch.device, list[tuple[int, int]]] = {}
     batch: list[Target] = []
     aside = 0
     for item in items:
@@ -221,14 +221,14 @@ def targets_of(items: Iterable[ReadItem], planner: LoadPlanner, leaves: Leaves) 
     yield batch
 
 
-def _is_taken(tensor: torch.Tensor, taken: dict[int, list[tuple[int, int]]]) -> bool:
+def _is_taken(tensor: torch.Tensor, taken: dict[torch.device, list[tuple[int, int]]]) -> bool:
     """Whether its memory overlaps with what is filled already; if not, it is taken now."""
     if not tensor.numel():
         return False
     reach = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
+    start = tensor.data_ptr()  # two storages may be of one memory, such as views of a NumPy array
     stop = start + (reach + 1) * tensor.element_size()
-    spans = taken.setdefault(tensor.untyped_storage().data_ptr(), [])
+    spans = taken.setdefault(tensor.device, [])
     at = bisect.bisect(spans, (start, stop))
     if (at and spans[at - 1][1] > start) or (at < len(spans) and spans[at][0] < stop):
         return True

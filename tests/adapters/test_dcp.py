@@ -212,6 +212,17 @@ def test_empty_and_odd_keys(url: str) -> None:
     assert exact(state, {"model": inner, "": {"x": value, "": value}, "w": torch.ones(2)})
 
 
+@ALONE
+def test_memory_in_common_by_numpy(url: str) -> None:
+    """What overlaps is loaded as DCP does it, one after the other, also where torch does not know of it."""
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    alone(url, {"m": {"a": torch.arange(6.0), "b": torch.arange(100.0, 106.0)}})
+    memory = np.zeros(10, "f4")
+    one, two = torch.from_numpy(memory[:6]), torch.from_numpy(memory[4:])
+    dcp.load({"m": {"a": one, "b": two}}, storage_reader=CkptStoreReader(url, 1), no_dist=True)
+    assert memory.tolist() == [0, 1, 2, 3, 100, 101, 102, 103, 104, 105]
+
+
 def test_ways_to_save_and_load(ranks: Ranks, url: str) -> None:
     """replace, kept plans, planners of one's own, other types, memory in common, by keys, flat, in the background."""
     assert ranks.run(2, "ways", url=url) == [[], []]
