@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from ckptstore import Checkpoint, InvalidArgumentError, InvalidRecordError, Repository, options
 from ckptstore import open as open_repository
-from ckptstore.adapters.dcp_plans import Leaves, has_arrays, into_of, records_of, targets_of
+from ckptstore.adapters.dcp_plans import Leaves, epoch_of, has_arrays, into_of, records_of, targets_of
 from ckptstore.errors import CkptStoreError, EpochNotFoundError
 from ckptstore.gathered import RankPart
 from ckptstore.manifest import check_epoch
@@ -300,11 +300,3 @@ class CkptStoreReader(StorageReader):  # type: ignore[misc]
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is an epoch."""
         return CkptStoreWriter.validate_checkpoint_id(checkpoint_id)
-
-
-def epoch_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """``checkpoint_id`` of DCP as an epoch. InvalidArgumentError if it is none."""
-    text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else str(checkpoint_id)
-    if not (text.isascii() and text.isdigit()):
-        raise InvalidArgumentError(f"checkpoint_id must be the number of the epoch, not {text[:80]!r}")
-    return check_epoch(int(text))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner, WriteItem, WriteItemType
 
-from ckptstore import InvalidRecordError, ShardedArray
+from ckptstore import InvalidArgumentError, InvalidRecordError, ShardedArray
 from ckptstore.arrays import ArraySpec
 from ckptstore.formats.flatnames import MAX_RECORDS, REST, Node, Path, Place, is_list, nested, place_of
+from ckptstore.manifest import check_epoch
 from ckptstore.shards import ListPart
 from ckptstore.skeleton import NOTHING
 
@@ -254,3 +256,11 @@ def _holes(node: Any, structure: Any) -> Any:
         return node
     made = {key: _holes(child, structure[key]) for key, child in node.items()}
     return [made.get(at, NOTHING) for at in range(len(structure))] if isinstance(structure, list) else made
+
+
+def epoch_of(checkpoint_id: str | os.PathLike[str]) -> int:
+    """``checkpoint_id`` of DCP as an epoch. InvalidArgumentError if it is none."""
+    text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else str(checkpoint_id)
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidArgumentError(f"checkpoint_id must be the number of the epoch, not {text[:80]!r}")
+    return check_epoch(int(text))
