@@ -147,6 +147,11 @@ def open(  # noqa: A001 (used as ckptstore.open)
     return repo
 
 
+def repository_of(where: Repository | str | os.PathLike[str]) -> Repository:
+    """For adapters: an open repository as it is, or the one at a URL, opened without options."""
+    return where if isinstance(where, Repository) else open(where)
+
+
 def _as_tiers(url: Any) -> list[Tier]:
     """What was given to ``open`` as places, the first one first."""
     places = [url] if isinstance(url, (str, os.PathLike, Tier)) or not isinstance(url, Sequence) else list(url)

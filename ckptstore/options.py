@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -126,6 +127,14 @@ def check_amount(name: str, value: object) -> float:
 def check_when_busy(when_busy: object, *, alone: bool = True) -> None:
     """InvalidArgumentError unless it is one of the answers to a save that is still in flight."""
     check_choice("when_busy", when_busy, _WHEN_BUSY if alone else _WHEN_BUSY[:1])  # others would wait for it in vain
+
+
+def check_repository(repo: object) -> None:
+    """InvalidArgumentError if it is a URL, which somebody has to open and to close."""
+    if isinstance(repo, (str, os.PathLike)):
+        raise InvalidArgumentError(
+            f"this needs an open repository, not a URL: repo = ckptstore.open({os.fspath(repo)!r})"
+        )
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Any:

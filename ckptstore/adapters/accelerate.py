@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidArgumentError, TransactionError
+from ckptstore.opening import repository_of
 from ckptstore.repository import Repository
 from ckptstore.watching.steps import StepFolders, put_back, step_folder
 
@@ -32,7 +33,7 @@ class AcceleratorStates:
 
     Args:
         accelerator: with everything that it prepares, or that is registered for checkpointing.
-        repo: where to, opened on every rank. It is yours to close.
+        repo: where to: a repository that is opened on every rank and yours to close, or a URL.
         scratch: a folder of this machine with room for one state: Accelerate writes files. By default the system's.
         background: send them while training goes on. An error is raised by the next call, or by ``settle``.
         replace: a step that another run has saved is replaced. Those after the one that was loaded always are.
@@ -41,7 +42,7 @@ class AcceleratorStates:
     def __init__(
         self,
         accelerator: Any,
-        repo: Repository,
+        repo: Repository | str | os.PathLike[str],
         *,
         scratch: str | os.PathLike[str] | None = None,
         background: bool = True,
@@ -49,10 +50,10 @@ class AcceleratorStates:
     ) -> None:
         if accelerator.project_configuration.automatic_checkpoint_naming:
             raise InvalidArgumentError("with automatic_checkpoint_naming Accelerate chooses the folder: leave that out")
-        self.repo = repo
+        self.repo = repository_of(repo)
         self._accelerator = accelerator
         self._scratch = scratch
-        self._folders = StepFolders(repo, background=background, replace=replace)
+        self._folders = StepFolders(self.repo, background=background, replace=replace)
 
     def save_state(self, step: int, metadata: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Save the state as epoch ``step``. All ranks call it; it returns when the files are written and being sent.

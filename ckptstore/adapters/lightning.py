@@ -9,6 +9,7 @@ An epoch of the repository is a global step of the Trainer.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -33,7 +34,7 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
     What cannot be stored is refused when training starts.
 
     Args:
-        repo: where to. It is yours to close.
+        repo: where to: a repository that is yours to close, or a URL.
         monitor, mode: what ``ckpt_path="best"`` means, e.g. "val_loss", "min".
         every_n_epochs: save at the end of each so many epochs; 1 if nothing else is given, 0 for never.
         every_n_train_steps: save after each so many steps.
@@ -45,7 +46,7 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
 
     def __init__(
         self,
-        repo: Repository,
+        repo: Repository | str | os.PathLike[str],
         *,
         monitor: str | None = None,
         mode: str = "min",

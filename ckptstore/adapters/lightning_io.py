@@ -23,6 +23,7 @@ from ckptstore.errors import (
     InvalidRecordError,
 )
 from ckptstore.formats import lightning
+from ckptstore.opening import repository_of
 from ckptstore.options import flatten_all
 from ckptstore.policies import EpochInfo, Policy
 from ckptstore.repository import Repository
@@ -66,13 +67,15 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
     A path is a name that a step was saved under; ``load_checkpoint`` also takes a step's number and "latest".
 
     Args:
-        repo: where to. It is yours to close.
+        repo: where to: a repository that is yours to close, or a URL.
         background: save while training goes on. Errors are raised by the next save, or at the end of ``fit``.
         replace: a step that an earlier life of the run has saved is replaced. What ``latest`` stepped over always is.
     """
 
-    def __init__(self, repo: Repository, *, background: bool = True, replace: bool = False) -> None:
-        self.repo = repo
+    def __init__(
+        self, repo: Repository | str | os.PathLike[str], *, background: bool = True, replace: bool = False
+    ) -> None:
+        self.repo = repository_of(repo)
         self.background = background
         self.replace = replace
         self.resumed: tuple[int, int] | None = None

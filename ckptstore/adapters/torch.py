@@ -26,6 +26,7 @@ from ckptstore import Checkpoint, Repository, SaveHandle, on_preemption
 from ckptstore.adapters.torch_loader import ResumableLoader
 from ckptstore.adapters.torch_parts import GlobalRandom, Module, Optimizer, part_of, reordered, whole
 from ckptstore.errors import CorruptionError, EpochNotFoundError, InvalidRecordError, RecordNotFoundError
+from ckptstore.options import check_repository
 
 __all__ = ["ResumableLoader", "TrainingState"]
 
@@ -78,6 +79,7 @@ class TrainingState:
 
         Epochs that ``restore`` has passed by (damaged, or without a part) are replaced when the run gets there again.
         """
+        check_repository(repo)
         saved = repo.save(epoch, self.records(), metadata, replace or epoch in self._passed)
         self._saved = epoch
         return saved
@@ -86,6 +88,7 @@ class TrainingState:
         self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
     ) -> SaveHandle:
         """The same in the background: ``repo.save_async``. Go on training as soon as it returns."""
+        check_repository(repo)
         handle = repo.save_async(epoch, self.records(), metadata, replace or epoch in self._passed)
         self._saved = epoch
         return handle
@@ -104,6 +107,7 @@ class TrainingState:
             CorruptionError: no epoch is intact. If bytes turned out wrong amid the load, parts may be changed already.
             EpochNotFoundError, StoreError: as ``repo.checkpoint`` and ``repo.latest``.
         """
+        check_repository(repo)
         found = repo.checkpoint(epoch) if epoch is not None else self._newest(repo, strict)
         if found is None:
             return None
@@ -131,6 +135,7 @@ class TrainingState:
         When a signal has come, ``border(epoch)`` saves under that number, unless that is saved already, and passes the
         signal on: by default the process ends there. All of it within ``grace`` seconds: see ``on_preemption``.
         """
+        check_repository(repo)
         with on_preemption(repo, grace=grace, signals=signals, last_save=True) as told:
 
             def border(epoch: int, metadata: Mapping[str, Any] | None = None) -> None:

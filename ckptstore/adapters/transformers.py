@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import CkptStoreError, CorruptionError, EpochNotFoundError
+from ckptstore.opening import repository_of
 from ckptstore.policies import EpochInfo, Policy
 from ckptstore.repository import Repository
 from ckptstore.watching.steps import StepFolders, put_back, step_folder
@@ -40,17 +41,22 @@ class CkptStoreCallback(TrainerCallback):  # type: ignore[misc]
     best, and an old one goes when the new one is durable. The Trainer's own folders are its own.
 
     Args:
-        repo: where to. It is yours to close.
+        repo: where to: a repository that is yours to close, or a URL.
         background: send the files while training goes on. An error is raised by the next save, or when training ends.
         replace: a step that another run has saved is replaced. Those after the one that was restored always are.
         remove_local: remove a folder of the Trainer once its epoch is durable, but for that of the best model.
     """
 
     def __init__(
-        self, repo: Repository, *, background: bool = True, replace: bool = False, remove_local: bool = False
+        self,
+        repo: Repository | str | os.PathLike[str],
+        *,
+        background: bool = True,
+        replace: bool = False,
+        remove_local: bool = False,
     ) -> None:
-        self.repo = repo
-        self._folders = StepFolders(repo, background=background, replace=replace)
+        self.repo = repository_of(repo)
+        self._folders = StepFolders(self.repo, background=background, replace=replace)
         self._remove_local = remove_local
 
     def restore(self, args: Any, step: int | None = None) -> str | None:

@@ -138,3 +138,11 @@ def test_naming_by_accelerate_is_refused(kit: Any, tmp_path: Path) -> None:
     accelerator = kit.framework.Accelerator(cpu=True, project_config=settings)
     with pytest.raises(InvalidArgumentError, match="automatic_checkpoint_naming"):
         kit.ours.AcceleratorStates(accelerator, Repository(MemoryStore()))
+
+
+def test_a_url_will_do(kit: Any, tmp_path: Path) -> None:
+    """In the place of a repository, as with the adapters of other frameworks."""
+    states = kit.ours.AcceleratorStates(kit.framework.Accelerator(cpu=True), str(tmp_path / "repository"))
+    states.save_state(1)
+    states.settle()
+    assert states.repo.epochs() == [1]

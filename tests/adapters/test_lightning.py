@@ -394,3 +394,11 @@ def test_it_is_opened_by_url(kit: Any, tmp_path: Path) -> None:
         with ckptstore.open(tmp_path / "repository") as repo:
             kit.example.train(repo, epochs, default_root_dir=tmp_path)
             assert repo.epochs()[-1] == 6 * epochs
+
+
+def test_a_url_will_do(kit: Any, tmp_path: Path) -> None:
+    """Callback and plugin take a URL in the place of a repository, as the adapters of other frameworks do."""
+    url = str(tmp_path / "repository")
+    fit(kit, trainer_of(kit, tmp_path, kit.ours.CkptStoreCheckpoint(url)))
+    with ckptstore.open(url, create=False) as repo:
+        assert kit.ours.CkptStoreIO(url).repo.epochs() == repo.epochs() != []

@@ -742,3 +742,17 @@ def test_stateful_data_loader(repo: ckptstore.Repository) -> None:
     other = make()
     TrainingState(loader=other).restore(repo)
     assert listed(other) == rest
+
+
+def test_a_url_is_no_repository() -> None:
+    """Nobody would close it: the error says what to write."""
+    state = adapter.TrainingState()
+    acts: list[Callable[[], Any]] = [
+        lambda: state.save("runs/a", 1),
+        lambda: state.save_async("runs/a", 1),
+        lambda: state.restore("runs/a"),
+        lambda: state.preemption("runs/a").__enter__(),
+    ]
+    for act in acts:
+        with pytest.raises(InvalidArgumentError, match=r"repo = ckptstore.open\('runs/a'\)"):
+            act()

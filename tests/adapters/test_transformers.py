@@ -243,3 +243,12 @@ def test_an_error_at_the_end_is_raised(kit: Any, tmp_path: Path, caplog: pytest.
     caplog.set_level(logging.CRITICAL, "ckptstore")
     with pytest.raises(AccessError):
         trainer_of(kit, kit.ours.CkptStoreCallback(Repository(store)), tmp_path / "out", max_steps=2).train()
+
+
+def test_a_url_will_do(kit: Any, tmp_path: Path) -> None:
+    """As docs/migrating.md shows it: from a URL to a resumed run."""
+    for steps in (2, 4):
+        callback = kit.ours.CkptStoreCallback(tmp_path / "repository")
+        trainer = trainer_of(kit, callback, tmp_path / "out", max_steps=steps)
+        trainer.train(resume_from_checkpoint=callback.restore(trainer.args))
+        assert callback.repo.epochs()[-1] == steps
