@@ -15,7 +15,7 @@ from ckptstore.jsonsize import fits
 from ckptstore.manifest import MAX_OBJECTS, MAX_RECORDS, check_record_name
 from ckptstore.pipeline import cores
 from ckptstore.policies import PerRecord, Policy
-from ckptstore.tree import FlatState, flatten
+from ckptstore.tree import FlatState, flatten, leaf_paths
 
 MAX_METADATA = 8 * 1024 * 1024
 EXIT_TIMEOUT = 300.0
@@ -145,7 +145,8 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
         raise InvalidRecordError("metadata must be a dict with str keys")
     flat = flatten(dict(metadata), "metadata")
     if flat.arrays:
-        raise InvalidRecordError("metadata holds an array: put it into a record, or convert it to plain numbers")
+        names = [f"metadata.{path}" for paths in leaf_paths(flat.skeleton).values() for path in paths]
+        raise InvalidRecordError(f"an array at {', '.join(names[:10])}: store its .item(), or put it into a record")
     data = msgspec.json.encode(flat.skeleton)
     if len(data) > MAX_METADATA:
         raise InvalidRecordError(f"metadata takes more than {MAX_METADATA} bytes: put it into a record")

@@ -297,6 +297,8 @@ def _refusal(value: object) -> str:
         return f"{name} belongs to JAX: save what ckptstore.adapters.jax.to_state() makes of the whole state"
     if hasattr(value, "__code__") or hasattr(value, "__func__"):
         return f"a {name} is code, and only data is stored"
+    if callable(getattr(kind, "state_dict", None)):
+        return f"objects of type {name} cannot be stored: store its .state_dict()"
     return f"objects of type {name} cannot be stored"
 
 

@@ -383,6 +383,12 @@ def test_bad_metadata(untouched: MemoryStore, metadata: Any) -> None:
         open_repo(untouched).save(2, make_state(2), metadata=metadata)
 
 
+def test_arrays_in_metadata_are_named(untouched: MemoryStore) -> None:
+    """A loss that is still an array is the commonest one: the error says which value, and what to write."""
+    with pytest.raises(InvalidRecordError, match=r"metadata\.train\.loss: store its \.item\(\)"):
+        open_repo(untouched).save(2, make_state(2), {"epoch": 1, "train": {"loss": np.array(0.5)}})
+
+
 def test_metadata_beyond_the_cap(store: MemoryStore) -> None:
     """Metadata larger than a manifest may be is InvalidRecordError; nothing is committed and nothing left behind."""
     before = contents(store)

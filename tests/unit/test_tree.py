@@ -231,6 +231,18 @@ def test_all_refusals_are_found_in_one_pass() -> None:
         assert words in reasons[f"trainer.{key}"]
 
 
+def test_what_has_a_state_dict_is_told_so() -> None:
+    """The commonest mistake of all, the model in the place of its state, gets the answer with the error."""
+
+    class Model:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    (line,) = refuse({"model": Model()})
+    assert line.startswith("state.model: objects of type ")
+    assert line.endswith("cannot be stored: store its .state_dict()")
+
+
 def test_refused_scalars_keys_and_attributes() -> None:
     """P7: scalars without a portable form, unknown keys and members, factories and attributes are refused by path."""
     labelled: Any = OrderedDict(a=1)
