@@ -232,6 +232,13 @@ def _is_there(file: Path, names: str) -> bool:
     return all(re.search(rf"^\s*(?:def|class) {name}\b", source, re.MULTILINE) for name in names.split("::")[1:])
 
 
+def test_readme_names_every_page() -> None:
+    """Who reads the README finds all pages; index.md is the site's own beginning."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert [name for name in sorted(pages) if f"](docs/{name}" not in readme] == []
+
+
 def test_readme_has_examples() -> None:
     """The README shows at least one Python example and one command, so the tests above are not empty."""
     shown = list(blocks((ROOT / "README.md").read_text("utf-8")))

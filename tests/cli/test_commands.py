@@ -121,6 +121,14 @@ def test_the_log_is_left_as_it_was(run: Run, tmp_path: Path) -> None:
     assert (log.level, list(log.handlers)) == before
 
 
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    """``python -m ckptstore``, for who has several Pythons, or none of their scripts on the PATH."""
+    command = [sys.executable, "-m", "ckptstore", "ls", str(tmp_path / "nothing")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr.startswith("error: there is no repository at ")
+
+
 def test_a_process_of_its_own_reports_the_code(tmp_path: Path) -> None:
     """The exit code of the process is the exit code of the command; a traceback is shown only with ``--debug``."""
     line = [sys.executable, "-m", "ckptstore.cli", "ls", str(tmp_path / "nothing")]
