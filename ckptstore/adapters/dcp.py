@@ -123,9 +123,8 @@ class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no type
         options.flatten_all(records, part=not alone)  # what cannot be stored is refused before anything is sent
         data = self._write_alone(records) if alone else self._write_part(records, plan.storage_data)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [WriteResult(index=MetadataIndex(f"rank {self._now.rank}"), size_in_bytes=0, storage_data=data)]
-        )
+        index = MetadataIndex(f"rank {self._now.rank}")
+        done.set_result([WriteResult(index=index, size_in_bytes=0, storage_data=data)])
         return done
 
     def _write_alone(self, records: Mapping[str, Any]) -> bytes:
