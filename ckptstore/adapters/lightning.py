@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from ckptstore.adapters.lightning_io import CkptStoreIO, TorchCheckpointIO, fabric, pl
-from ckptstore.errors import CkptStoreError, InvalidArgumentError, TransactionError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptionError,
+    EpochNotFoundError,
+    InvalidArgumentError,
+    TransactionError,
+)
 from ckptstore.policies import EpochInfo, KeepBest
 from ckptstore.repository import Repository
 
@@ -68,7 +74,8 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         self._save_weights_only = save_weights_only
         self._save_on_exception = save_on_exception
         self._last_time = time.monotonic()
-        self._last_step = -1
+        self._last_step = -1  # that was saved
+        self._seen_step = -1  # that the batch before has come to
         self._random: list[Any] | None = None
 
     @property
@@ -77,10 +84,15 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         if self._best is None:
             return ""
         self._io.settle()
-        repo = self._io.repo
-        infos = [EpochInfo(epoch, repo.checkpoint(epoch).metadata) for epoch in repo.epochs()]
-        infos = [info for info in infos if self._best.metric in info.metadata]
-        return "".join(str(epoch) for epoch in self._best.keep(infos))
+        repo, infos = self._io.repo, []
+        for epoch in repo.epochs():
+            try:
+                infos.append(EpochInfo(epoch, repo.checkpoint(epoch).metadata))
+            except (CorruptionError, EpochNotFoundError) as error:
+                log.warning("the best is sought without epoch %d: %s", epoch, error)
+        values = {info.epoch: info.metadata.get(self._best.metric) for info in infos}
+        scored = [info for info in infos if isinstance(value := values[info.epoch], (int, float)) and value == value]
+        return "".join(str(epoch) for epoch in self._best.keep(scored))
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
@@ -97,6 +109,8 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             trainer.strategy.checkpoint_io = self._io
         else:
             raise InvalidArgumentError(f"the plugin {type(there).__name__} saves elsewhere: leave it out")
+        self._io.fitting = stage == "fit"
+        self._random = None  # of what was loaded to be tested
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse now what could not be saved later; then go on with the random numbers where they were."""
@@ -105,6 +119,7 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
         if trainer.strategy.broadcast(self._io.resumed) != self._io.resumed:
             raise TransactionError(f"rank {trainer.global_rank} has loaded another checkpoint than rank 0: start again")
         self._last_time = time.monotonic()
+        self._last_step = self._seen_step = trainer.global_step  # what was resumed from is saved
         states, self._random = self._random, None
         if states is not None and len(states) == trainer.world_size:
             mine = states[trainer.global_rank]
@@ -119,13 +134,16 @@ class CkptStoreCheckpoint(pl.callbacks.Checkpoint):  # type: ignore[misc]
             log.warning("saved by %d ranks, now there are %d: new random numbers", len(states), trainer.world_size)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After so many steps, or so much time."""
+        """After so many steps, or so much time; never amid an accumulation: gradients are in no checkpoint."""
         step = trainer.global_step
+        if step == self._seen_step:
+            return
+        self._seen_step = step
         due = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
         if self._interval is not None:
             late = time.monotonic() - self._last_time >= self._interval.total_seconds()
             due = trainer.strategy.broadcast(late) or due  # clocks of ranks differ
-        if due and step != self._last_step:
+        if due:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

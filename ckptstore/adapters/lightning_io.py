@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ckptstore.adapters.torch_loader import next_epoch
 from ckptstore.background import SaveHandle
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import (
@@ -80,9 +81,12 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
         self.replace = replace
         self.resumed: tuple[int, int] | None = None
         """Epoch and generation of what was loaded last."""
+        self.fitting = True
+        """Whether "latest" is for training: of nothing at all, nothing can be tested."""
         self._paths: dict[int, list[str]] = {}  # names of steps, as far as they are known here
         self._saved: set[int] = set()  # by this process
         self._redone: set[int] = set()  # steps after the one that was resumed from
+        self._step = 0  # that this run has come to: the steps of one run never go back
         self._removals: list[str] = []
         self._gone: set[int] = set()  # steps that have lost all their names
         self._pending: SaveHandle | None = None
@@ -112,6 +116,9 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             names = [name for name in self._paths.get(step, []) if name != str(path)] + [str(path)]
             own = {"epoch": checkpoint.get("epoch"), "global_step": step, "paths": names}
             metadata = {**_monitored(checkpoint), **metadata, KEY: own}
+            if step < self._step:  # another run, in this process: what the one before has saved is not its own
+                self._saved, self._redone = set(), set()
+            self._step = step
             replace = self.replace or step in self._saved or step in self._redone
             if self.background:
                 self._pending = self.repo.save_async(step, records, metadata, replace)
@@ -133,18 +140,21 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             map_location: a device for the tensors; None leaves them on the CPU.
 
         Raises:
-            EpochNotFoundError: nothing was saved under that name.
-            CorruptionError: it is damaged ("latest" steps back instead).
+            EpochNotFoundError: nothing was saved under that name; "latest" of nothing, for other things than training.
+            CorruptionError: it is damaged ("latest" steps back instead), or may be what nothing else has the name of.
             FormatError: it was not saved by Lightning.
         """
         self.settle()
         if str(path) == LATEST:
-            found = load_newest(self.repo, lambda ckpt: ckpt.load())
+            found = self._newest()
+            if found is None and not self.fitting:
+                raise EpochNotFoundError(f"{self.repo.url} holds no checkpoint yet")
             if found is None:
                 rank_zero_info(f"{self.repo.url} holds no checkpoint yet: training begins at the beginning")
                 return _Nothing({"pytorch-lightning_version": pl.__version__})
             ckpt, records = found
             self._redone = {epoch for epoch in self.repo.epochs() if epoch > ckpt.epoch}
+            self._step = ckpt.epoch
         else:
             named = self._find(str(path))
             if named is None:
@@ -152,6 +162,9 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             ckpt, records = named, named.load()
         self.resumed = ckpt.epoch, ckpt.generation
         whole = lightning.join(records)
+        loop = whole.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        for state in loop.get("combined_loader", ()):
+            next_epoch(state)  # behind the last batch Lightning begins an epoch
         return whole if map_location is None else _moved(whole, map_location)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -202,6 +215,16 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             if not self._paths[step]:
                 self._gone.add(step)
 
+    def _newest(self) -> tuple[Checkpoint, dict[str, Any]] | None:
+        """The newest; for training one that can be resumed from, if there is one."""
+        found = load_newest(self.repo, lambda ckpt: ckpt.load())
+        if found is None or not self.fitting or "optimizer" in found[0].records:
+            return found
+        whole = load_newest(self.repo, lambda ckpt: ckpt.load(), need=["optimizer"])
+        if whole is not None:
+            log.warning("epoch %d holds weights alone: going on after epoch %d", found[0].epoch, whole[0].epoch)
+        return whole or found
+
     def _find(self, path: str) -> Checkpoint | None:
         """The checkpoint of a step, or the newest that was saved under a name; None if it is a file of Lightning's."""
         if path.isdecimal():
@@ -210,14 +233,20 @@ class CkptStoreIO(fabric.plugins.CheckpointIO):  # type: ignore[misc]
             return None
         hint = re.search(r"step=(\d+)", os.path.basename(path))
         epochs = sorted(self.repo.epochs(), key=lambda epoch: (hint is not None and epoch == int(hint[1]), epoch))
+        damaged: list[CorruptionError] = []
         for epoch in reversed(epochs):
             try:
                 ckpt = self.repo.checkpoint(epoch)
-            except (CorruptionError, EpochNotFoundError):
+            except (CorruptionError, EpochNotFoundError) as error:
+                damaged += [error] if isinstance(error, CorruptionError) else []
                 continue
             names = _names_of(ckpt)
             if path in names or path in map(os.path.basename, names):
+                for newer in damaged:
+                    log.warning("%s may be a newer epoch than %d, which is taken: %s", path, epoch, newer)
                 return ckpt
+        if damaged:  # it may be the one: not proven to be missing
+            raise damaged[0]
         raise EpochNotFoundError(
             f"no epoch of {self.repo.url} was saved as {path!r}: pass ckpt_path={LATEST!r} or the number of a step"
         )

@@ -57,6 +57,7 @@ class ResumableLoader:
         self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._samples = 0  # that were handed out in this epoch, by all ranks
+        self._through = False  # this process has handed out the last batch, and nobody has asked for one more
 
     def __len__(self) -> int:
         """Batches of a whole epoch, for each rank."""
@@ -65,25 +66,28 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """What is left of the epoch, then the next one begins."""
-        batches = self._batches()
+        if self._through:  # whoever counts batches never asks for the one after the last
+            self.set_epoch(self.epoch + 1)
+        batches, epoch = self._batches(), self.epoch
         seed = self._mixed()
         generator = torch.Generator().manual_seed(seed)
         dataset = _Seeded(self._dataset, seed) if self._options.get("num_workers") else self._dataset
-        for batch, numbers in zip(
-            DataLoader(dataset, batch_sampler=batches, generator=generator, **self._options), batches, strict=True
-        ):
+        loader = DataLoader(dataset, batch_sampler=batches, generator=generator, **self._options)
+        for left, (batch, numbers) in enumerate(zip(loader, batches, strict=True), 1 - len(batches)):
             self._samples += len(numbers) * self._world_size
+            self._through = left == 0
             yield batch
-        self.set_epoch(self.epoch + 1)
+        if self.epoch == epoch:
+            self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch, from its first batch."""
-        self.epoch, self._samples = epoch, 0
+        self.epoch, self._samples, self._through = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: behind the batch that it has handed out last."""
         size = len(self._dataset)
-        state = {"epoch": self.epoch, "samples": self._samples, "seed": self._seed}
+        state = {"epoch": self.epoch, "samples": self._samples, "seed": self._seed, "through": self._through}
         return {**state, "size": size, "shuffle": self._shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,6 +101,7 @@ class ResumableLoader:
         if state["samples"] and there != here:
             raise InvalidArgumentError(f"the data was {there} when the position amid an epoch was saved, and is {here}")
         self.epoch, self._samples, self._seed = state["epoch"], state["samples"], state["seed"]
+        self._through = False  # what is left of that epoch is nothing, and then the next one begins
 
     def _mixed(self) -> int:
         return self._seed * 2**31 + self.epoch % 2**31
@@ -110,6 +115,12 @@ class ResumableLoader:
         mine = order[self._samples :][self._rank :: world].split(self._batch_size)
         batches = [part.tolist() for part in mine if len(part)]
         return batches[:-1] if self._drop_last and batches and len(batches[-1]) < self._batch_size else batches
+
+
+def next_epoch(state: Any) -> None:
+    """If it is that of a ResumableLoader behind its last batch: change it to the beginning of the next epoch."""
+    if isinstance(state, dict) and state.get("through") is True and {"epoch", "samples"} <= state.keys():
+        state.update(epoch=state["epoch"] + 1, samples=0, through=False)
 
 
 class _Seeded(Dataset):  # type: ignore[misc]  # mypy does not look into torch

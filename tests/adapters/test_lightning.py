@@ -16,6 +16,7 @@ import pytest
 import ckptstore
 from ckptstore import (
     AccessError,
+    CorruptionError,
     EpochExistsError,
     EpochNotFoundError,
     InvalidArgumentError,
@@ -324,6 +325,126 @@ def test_when_it_saves(kit: Any, tmp_path: Path) -> None:
     trial = Repository(MemoryStore())
     fit(kit, trainer_of(kit, tmp_path, kit.ours.CkptStoreCheckpoint(trial), fast_dev_run=True))
     assert trial.epochs() == []
+
+
+class Breaks:
+    """Ends a run after a step, before it is saved."""
+
+    def __new__(cls, kit: Any, at: int) -> Any:
+        class Callback(kit.pl.Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if trainer.global_step == at:
+                    raise RuntimeError("broken off")
+
+        return Callback()
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_broken_off_at_any_step_with_a_loader_that_goes_on(kit: Any, tmp_path: Path, accumulated: int) -> None:
+    """Saved at each step, also where gradients are summed over batches, and broken off amid epochs."""
+    from ckptstore.adapters.torch import ResumableLoader
+
+    def run(repo: Repository, *callbacks: Any) -> Any:
+        kit.pl.seed_everything(1, verbose=False)
+        model = kit.example.Model()
+        loader = ResumableLoader(kit.example.data(0, shuffle=True).dataset, 16, seed=3)
+        ours = kit.ours.CkptStoreCheckpoint(repo, every_n_train_steps=1)
+        trainer = trainer_of(kit, tmp_path, ours, *callbacks, epochs=3, accumulate_grad_batches=accumulated)
+        trainer.fit(model, loader, ckpt_path="latest")
+        return model.state_dict(), trainer.global_step
+
+    undisturbed, steps = run(Repository(MemoryStore()))
+    assert steps == 18 // accumulated  # no epoch is empty, or cut short
+    repo, each = Repository(MemoryStore()), 6 // accumulated
+    for at in (2, each + 2, 2 * each + 2):
+        with pytest.raises(RuntimeError, match="broken off"):
+            run(repo, Breaks(kit, at))
+    ended, steps = run(repo)
+    assert steps == 18 // accumulated
+    assert repo.epochs() == list(range(1, steps + 1))  # never amid an accumulation
+    assert all(kit.torch.equal(ended[name], undisturbed[name]) for name in undisturbed)
+
+
+def test_saved_behind_the_last_batch_of_an_epoch(kit: Any, tmp_path: Path) -> None:
+    """Lightning begins an epoch when it goes on: it gets all batches of it."""
+    from ckptstore.adapters.torch import ResumableLoader
+
+    repo = Repository(MemoryStore())
+    for epochs in (1, 2):
+        loader = ResumableLoader(kit.example.data(0, shuffle=True).dataset, 16)
+        trainer = trainer_of(kit, tmp_path, kit.ours.CkptStoreCheckpoint(repo), epochs=epochs)
+        trainer.fit(kit.example.Model(), loader, ckpt_path="latest")
+        assert trainer.global_step == 6 * epochs
+
+
+def test_a_second_run_of_one_process_is_another_run(kit: Any, tmp_path: Path) -> None:
+    """P5: a callback that serves two Trainers: the steps of the first are not replaced by those of the second."""
+    repo = Repository(MemoryStore())
+    callback = kit.ours.CkptStoreCheckpoint(repo)
+    fit(kit, trainer_of(kit, tmp_path, callback, epochs=2))
+    with pytest.raises(EpochExistsError):
+        fit(kit, trainer_of(kit, tmp_path, callback, epochs=2))
+    assert [repo.checkpoint(epoch).generation for epoch in repo.epochs()] == [1, 1]
+    trainer = trainer_of(kit, tmp_path, callback, epochs=2)
+    model = fit(kit, trainer, ckpt_path="latest")
+    trainer.fit_loop.max_epochs = 3  # the same run goes on
+    fit(kit, trainer, model)
+    trainer.save_checkpoint("final.ckpt")
+    callback._io.settle()
+    assert repo.epochs() == [6, 12, 18]
+
+
+def test_nothing_cannot_be_tested(kit: Any, tmp_path: Path) -> None:
+    """P4: "latest" of an empty repository begins a training, and is no model for a test."""
+    trainer = trainer_of(kit, tmp_path, kit.ours.CkptStoreCheckpoint(Repository(MemoryStore())))
+    model, loader = _tested(kit)(), kit.example.data(1, shuffle=False)
+    for verb in (trainer.test, trainer.validate):
+        with pytest.raises(EpochNotFoundError):
+            verb(model, loader, ckpt_path="latest", verbose=False)
+
+
+def test_weights_alone_are_for_tests(kit: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on after the newest epoch that it can go on from; a test takes the newest."""
+    repo = Repository(MemoryStore())
+    fit(kit, trainer_of(kit, tmp_path, kit.ours.CkptStoreCheckpoint(repo), epochs=1))
+    light = kit.ours.CkptStoreCheckpoint(repo, save_weights_only=True)
+    fit(kit, trainer_of(kit, tmp_path, light, epochs=2), ckpt_path="latest")
+    callback = kit.ours.CkptStoreCheckpoint(repo)
+    trainer = trainer_of(kit, tmp_path, callback, epochs=2)
+    trainer.test(_tested(kit)(), kit.example.data(1, shuffle=False), ckpt_path="latest", verbose=False)
+    assert callback._io.resumed == (12, 1)
+    fit(kit, trainer, ckpt_path="latest")
+    assert callback._io.resumed == (6, 1)
+    assert "epoch 12 holds weights alone" in caplog.text
+    assert "optimizer" in repo.checkpoint(12).records
+
+
+def test_a_name_whose_epoch_is_damaged(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """P4: what cannot be read is not missing; an older epoch of that name is taken, and it is said."""
+    store = MemoryStore()
+    for step, name in ((1, "last.ckpt"), (2, "last.ckpt"), (3, "three.ckpt")):
+        io = kit.ours.CkptStoreIO(Repository(store), background=False)  # of another life each
+        io.save_checkpoint({"global_step": step, "state_dict": {}, "pytorch-lightning_version": "2"}, name)
+    for step in (2, 3):
+        [info] = store.list(f"manifests/{step:012d}")
+        store.delete(info.key)
+        store.put(info.key, b"damaged")
+    again = kit.ours.CkptStoreIO(Repository(store))
+    with pytest.raises(CorruptionError):
+        again.load_checkpoint("three.ckpt")
+    assert again.load_checkpoint("last.ckpt")["global_step"] == 1
+    assert caplog.text.count("may be a newer epoch than 1") == 2
+
+
+def test_the_best_of_nan(kit: Any, tmp_path: Path) -> None:
+    """A score that is no number is never the best; where there is no other, there is none."""
+    repo = Repository(MemoryStore())
+    callback = kit.ours.CkptStoreCheckpoint(repo, monitor="score")
+    repo.save(1, {"model": [1]}, {"score": float("nan")})
+    repo.save(2, {"model": [1]}, {"score": "good"})
+    assert callback.best_model_path == ""
+    repo.save(3, {"model": [1]}, {"score": 2.0})
+    assert callback.best_model_path == "3"
 
 
 def test_best_in_another_process(kit: Any, tmp_path: Path) -> None:

@@ -673,6 +673,21 @@ def test_the_loader_goes_on_where_it_was(position: int) -> None:
     assert rest[: 18 - position] == whole[position:]
 
 
+def test_whoever_counts_batches_gets_every_epoch() -> None:
+    """A loop that takes ``len(loader)`` batches, and never asks for one more: no epoch is empty, resumed or not."""
+    loader = ResumableLoader(Noisy(), 4, seed=1)
+    whole = [b[0] for _ in range(3) for b in listed(loader)]
+    counted = ResumableLoader(Noisy(), 4, seed=1)
+    epochs = [[batch[0].tolist() for _, batch in zip(range(6), counted, strict=False)] for _ in range(3)]
+    assert [batch for epoch in epochs for batch in epoch] == whole
+    state = counted.state_dict()
+    assert (state["epoch"], state["through"]) == (2, True)
+    again = ResumableLoader(Noisy(), 4)
+    again.load_state_dict(state)
+    assert listed(again) == []  # nothing is left of that epoch
+    assert again.epoch == 3
+
+
 def test_the_loader_and_the_global_generators() -> None:
     """Iterating draws nothing from them; in workers each sample draws its own, whatever the number of workers."""
     loader = ResumableLoader(list(range(9)), 2, seed=1)
