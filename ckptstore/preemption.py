@@ -97,8 +97,10 @@ class Preemption:
         os.set_blocking(self._write, False)
         self._previous: dict[int, Any] = {}
         try:
-            for number in signals:
+            for number in dict.fromkeys(signals):  # twice, and our own handler would be the one of before
                 self._previous[int(number)] = signal.signal(number, self._on_signal)
+            if not self._previous:
+                raise ValueError("there are none")
         except (ValueError, OSError, TypeError) as error:
             self.close()
             os.close(self._read)

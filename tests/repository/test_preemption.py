@@ -424,6 +424,7 @@ def test_handlers_are_put_back() -> None:
         lambda repo: ckptstore.on_preemption(repo, grace="30"),  # type: ignore[arg-type]
         lambda repo: ckptstore.on_preemption(repo, signals=(signal.SIGKILL,)),
         lambda repo: ckptstore.on_preemption(repo, signals=("TERM",)),  # type: ignore[arg-type]
+        lambda repo: ckptstore.on_preemption(repo, signals=()),
     ],
 )
 def test_arguments_that_make_no_sense(call: Callable[[Any], object]) -> None:
@@ -433,6 +434,14 @@ def test_arguments_that_make_no_sense(call: Callable[[Any], object]) -> None:
         call(open_repo(MemoryStore()))
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_that_is_named_twice() -> None:
+    """P6: our own handler is not taken for the one of before, which would be passed the signal for ever."""
+    before = signal.getsignal(signal.SIGTERM)
+    with ckptstore.on_preemption(open_repo(MemoryStore()), signals=(signal.SIGTERM, signal.SIGTERM)) as told:
+        assert told._previous == {signal.SIGTERM: before}
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_only_the_main_thread() -> None:
