@@ -21,7 +21,8 @@ def load_newest(
     """``load`` the newest checkpoint; where that finds damage, the one before it, and so on.
 
     ``latest`` looks chunks up by name and size, and ``latest(deep=True)`` reads every byte once more than a load does.
-    This reads the bytes once.
+    This reads the bytes once. A background save of this very repository that is in flight is waited for: its error, if
+    it fails, stays with its handle.
 
     Args:
         load: called with a checkpoint; whatever it returns is returned. What it has loaded of a damaged one into a
@@ -36,6 +37,7 @@ def load_newest(
         CorruptionError: there are epochs, but none can be loaded.
         Exception: as of ``Repository.latest``, or of ``load``.
     """
+    await_own(repo)
     tried: set[tuple[int, int]] = set()
     while (ckpt := _newest(repo, need)) is not None:
         try:
@@ -46,6 +48,13 @@ def load_newest(
             tried.add((ckpt.epoch, ckpt.generation))  # from now on the repository knows of the damage
             log.warning("epoch %d cannot be loaded, trying the one before: %s", ckpt.epoch, error)
     return None
+
+
+def await_own(repo: Repository) -> None:
+    """Wait for the background save of this process that is in flight: what it saves is not there before it ends."""
+    in_flight = repo._background.in_flight
+    if in_flight is not None:
+        in_flight.wait()
 
 
 def _newest(repo: Repository, need: Collection[str] | None) -> Checkpoint | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from ckptstore import Checkpoint, CorruptionError, EpochNotFoundError, Repository
 from ckptstore.resuming import load_newest
 from ckptstore.stores import MemoryStore
+from ckptstore.testing import Fault, FaultStore
 from tests.repository.helpers import open_repo
 
 
@@ -132,3 +134,13 @@ def test_records_that_are_saved_less_often() -> None:
         found = load_newest(repo, load, need)
         assert found is not None
         assert found[0].epoch == epoch
+
+
+def test_it_waits_for_the_save_of_this_process() -> None:
+    """P4: what is in flight here is not "nothing": a run that is begun again in the same process finds it."""
+    fault = Fault("put", "manifests/", error=lambda: time.sleep(0.3))
+    repo = Repository(FaultStore(MemoryStore(), [fault]))
+    repo.save_async(1, {"model": [1]})
+    found = load_newest(repo, lambda ckpt: ckpt.epoch)
+    assert found is not None
+    assert found[1] == 1
