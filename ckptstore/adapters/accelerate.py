@@ -21,6 +21,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import InvalidArgumentError, TransactionError
+from ckptstore.manifest import check_epoch
 from ckptstore.opening import repository_of
 from ckptstore.repository import Repository
 from ckptstore.watching.steps import StepFolders, put_back, step_folder
@@ -64,9 +65,11 @@ class AcceleratorStates:
 
         Raises:
             EpochExistsError: another run has saved this step.
+            InvalidArgumentError: a step that is no number of an epoch.
             TransactionError: on the other ranks, if it failed on rank 0.
             Exception: on rank 0, as of ``Repository.save``; in the background, that of the save before.
         """
+        check_epoch(step)
         with self._folder() as root:
             place = step_folder(root, step)
             self._accelerator.save_state(str(place), **options)

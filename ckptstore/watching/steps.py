@@ -6,6 +6,7 @@ if ``watch`` had saved them, and ``ckptstore restore`` puts them back as well.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
@@ -16,11 +17,14 @@ from ckptstore.background import SaveHandle
 from ckptstore.checkpoint import Checkpoint
 from ckptstore.errors import AlreadyExistsError, FormatError, InvalidRecordError, NotFoundError
 from ckptstore.files import FileSource
+from ckptstore.manifest import check_epoch
 from ckptstore.placing import aside, folder, place_folder, refuse_impossible, sync_folder, writing
 from ckptstore.repository import Repository
 from ckptstore.resuming import load_newest
 from ckptstore.watching.layouts import HUGGING_FACE, find
 from ckptstore.watching.origin import Origin, origin_of
+
+log = logging.getLogger("ckptstore")
 
 
 def step_folder(root: str | os.PathLike[str], step: int) -> Path:
@@ -43,7 +47,9 @@ class StepFolders:
         """Folders of the steps that are durable, as far as this process has saved them."""
         self._background = background
         self._replace = replace
+        self._saved: set[int] = set()  # steps of this run
         self._redone: set[int] = set()
+        self._step = 0  # that this run has come to: the steps of one run never go back
         self._pending: tuple[SaveHandle, Path, ExitStack] | None = None
 
     def save(self, root: str | os.PathLike[str], step: int, metadata: Mapping[str, Any]) -> None:
@@ -53,14 +59,20 @@ class StepFolders:
             NotFoundError: there is no such folder.
             InvalidRecordError: a file changed while it was read. Nothing was committed.
             EpochExistsError: another run has saved this step.
+            InvalidArgumentError: a step that is no number of an epoch.
             Exception: as of ``Repository.save``, or that of the save before.
         """
+        check_epoch(step)
         self.settle()
         place = step_folder(root, step)
         files = {found.epoch: found.files for found in find(place.parent, (HUGGING_FACE,))[1]}.get(step)
         if files is None:
             raise NotFoundError(f"{place} does not exist: nothing to save")
-        replace = self._replace or step in self.committed or step in self._redone
+        if step < self._step:  # another run, in this process: what the one before has saved is not its own
+            self._saved, self._redone = set(), set()
+        self._step = step
+        self.committed.pop(step, None)  # it is not, what is in the folder now
+        replace = self._replace or step in self._saved or step in self._redone
         with ExitStack() as opened:
             sources = {
                 name: opened.enter_context(FileSource(place.parent / path, detached=True))
@@ -74,7 +86,7 @@ class StepFolders:
                 handle = self.repo.save_async(step, sources, facts, replace)
                 self._pending = handle, place, opened.pop_all()
             elif self.repo.save(step, sources, facts, replace) is not None:
-                self.committed[step] = place
+                self._done(step, place)
 
     def settle(self) -> None:
         """Wait until what was saved is durable.
@@ -87,7 +99,11 @@ class StepFolders:
             handle, place, opened = pending
             with opened:
                 if handle.result() is not None:
-                    self.committed[handle.epoch] = place
+                    self._done(handle.epoch, place)
+
+    def _done(self, step: int, place: Path) -> None:
+        self.committed[step] = place
+        self._saved.add(step)
 
     def restore(self, root: str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
         """Put a step back where the trainer expects it: the newest intact one, or this one. None if there is none.
@@ -108,13 +124,15 @@ class StepFolders:
                 return None
             ckpt = found[0]
             self._redone = {epoch for epoch in self.repo.epochs() if epoch > ckpt.epoch}
+            self._step = ckpt.epoch
         return ckpt
 
 
 def put_back(ckpt: Checkpoint, root: str | os.PathLike[str]) -> Path:
     """Write the folder of a checkpoint, every file verified. What is there with the same bytes stays.
 
-    A folder that is new appears in one step; in one that is there, files with other bytes are replaced.
+    A folder that is new appears in one step; in one that is there, files with other bytes are replaced. Others in it
+    stay, and are named in the log.
 
     Raises:
         CorruptionError: a byte on the store is wrong or missing: nothing was put into its place.
@@ -133,6 +151,7 @@ def put_back(ckpt: Checkpoint, root: str | os.PathLike[str]) -> Path:
         )
     for path in paths.values():
         refuse_impossible(target.parent / path)
+    _tell_of_others(target, paths.values())
     lacking = {name: path for name, path in paths.items() if not _is_there(ckpt, name, target.parent / path)}
     if not lacking:
         return target
@@ -155,6 +174,15 @@ def _place(scratch: Path, target: Path, paths: Collection[str], *, new: bool) ->
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(scratch / path, place)
         sync_folder(place.parent)
+
+
+def _tell_of_others(target: Path, paths: Collection[str]) -> None:
+    """Files of somebody else stay where they are, but a trainer may take those of another run for its own."""
+    own = {target.parent / path for path in paths}
+    names = [Path(top, name) for top, _, found in os.walk(target) for name in found]
+    others = sorted(path.relative_to(target).as_posix() for path in names if path not in own)
+    if others:
+        log.warning("files in %s that are not of this checkpoint, and may be of another run: %s", target, others)
 
 
 def _is_there(ckpt: Checkpoint, name: str, path: Path) -> bool:

@@ -254,3 +254,36 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="no trainer's folder"):
             put_back(repo.checkpoint(step), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_run_of_one_process_is_another_run(tmp_path: Path) -> None:
+    """P5: it begins at an earlier step: what the first has saved stays, and its folder is not durable."""
+    folders = StepFolders(Repository(MemoryStore()), background=False)
+    for step in (2, 4, 4):  # the same step once more is the same run
+        write_step(tmp_path, step)
+        folders.save(tmp_path, step, {})
+    assert folders.repo.checkpoint(4).generation == 2
+    assert set(folders.committed) == {2, 4}
+    with pytest.raises(EpochExistsError):
+        folders.save(tmp_path, 2, {})
+    assert set(folders.committed) == {4}
+    assert folders.repo.checkpoint(2).generation == 1
+
+
+def test_files_of_another_run_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P2: a trainer may read what lies beside the files of a checkpoint, and mix two runs."""
+    folders = StepFolders(Repository(MemoryStore()), background=False)
+    write_step(tmp_path, 1)
+    folders.save(tmp_path, 1, {})
+    folders.restore(tmp_path)
+    assert caplog.text == ""
+    (step_folder(tmp_path, 1) / "optimizer.pt").write_bytes(b"other")
+    folders.restore(tmp_path)
+    assert "['optimizer.pt']" in caplog.text
+
+
+@pytest.mark.parametrize("step", [-1, "2", 1.5, None, True])
+def test_steps_that_are_none(tmp_path: Path, step: Any) -> None:
+    """Said as what it is."""
+    with pytest.raises(InvalidArgumentError):
+        StepFolders(Repository(MemoryStore())).save(tmp_path, step, {})
