@@ -107,7 +107,8 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # type che
         self._every, self._background, self._resume = every, background, resume
         self._repository: Repository | None = None
         self._pending: SaveHandle | None = None
-        self._damaged: set[int] = set()
+        self._redone: set[int] = set()
+        self._unsaved: tuple[int, dict[str, float]] | None = None  # the epoch that has ended last, and its logs
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest intact epoch, if there is one, and let ``fit`` go on after it."""
@@ -115,34 +116,41 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # type che
         if not isinstance(repository, Repository):
             repository = opening.open(repository, **self._options)
         self._repository = repository
-        self.model._initial_epoch = None
+        self.model._initial_epoch, self._redone, self._unsaved = None, set(), None
         found = load_newest(repository, lambda ckpt: restore(ckpt, self.model)) if self._resume else None
         if found is not None:
             ckpt = found[0]
-            self._damaged = {skipped.epoch for skipped in ckpt.skipped}
+            self._redone = {epoch for epoch in repository.epochs() if epoch > ckpt.epoch}
             self.model._initial_epoch = ckpt.epoch + 1  # as keras.callbacks.BackupAndRestore does
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save it."""
         last = epoch + 1 == self.params["epochs"] or self.model.stop_training
-        if self._repository is None or ((epoch + 1) % self._every and not last):
-            return
-        save = self._repository.save_async if self._background else self._repository.save
-        metadata = {name: float(value) for name, value in (logs or {}).items()}
-        saved = save(epoch, to_state(self.model), metadata, replace=epoch in self._damaged)
-        self._pending = saved if isinstance(saved, SaveHandle) else None
+        self._unsaved = epoch, {name: float(value) for name, value in (logs or {}).items()}
+        if (epoch + 1) % self._every == 0 or last:
+            self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for the last save. Its error is raised here."""
+        """Save the last epoch, if a callback after this one has ended ``fit``. Wait; errors are raised here."""
         self.model._initial_epoch = None
-        pending, self._pending = self._pending, None
         try:
+            self._save()
+            pending, self._pending = self._pending, None
             if pending is not None:
                 pending.result()
         finally:
             if self._repository is not None and self._repository is not self._target:
                 self._repository.close()
             self._repository = None
+
+    def _save(self) -> None:
+        unsaved, self._unsaved = self._unsaved, None
+        if self._repository is None or unsaved is None:
+            return
+        epoch, metadata = unsaved
+        save = self._repository.save_async if self._background else self._repository.save
+        saved = save(epoch, to_state(self.model), metadata, replace=epoch in self._redone)
+        self._pending = saved if isinstance(saved, SaveHandle) else None
 
 
 def _variables(model: Any) -> dict[str, list[Any]]:
@@ -174,6 +182,6 @@ def _values(variables: Iterable[Any]) -> dict[str, Any]:
 
 def _random_state() -> dict[str, Any]:
     state = {"python": random.getstate(), "numpy": np.random.get_state()}
-    if keras.backend.backend() == "torch":
+    if "torch" in sys.modules:  # also on JAX: a DataLoader may feed it
         state["torch"] = sys.modules["torch"].get_rng_state()
     return state

@@ -146,6 +146,46 @@ def test_saves_as_often_as_it_is_told(tmp_path: Path) -> None:
             again.fit(**data(), epochs=6, initial_epoch=5, callbacks=[SaveAndResume(repository, resume=False)])
 
 
+def test_the_last_epoch_of_a_fit_that_another_callback_ends(tmp_path: Path) -> None:
+    """It ends after ours was called, and the last epoch is saved all the same."""
+    ends = keras.callbacks.EarlyStopping("loss", mode="max", patience=0)  # after two epochs: the loss falls
+    with ckptstore.open(tmp_path / "run") as repository:
+        model = fresh()
+        model.fit(**data(), epochs=9, callbacks=[SaveAndResume(repository, every=5), ends])
+        assert repository.epochs() == [1]
+        latest = repository.latest()
+        assert latest is not None
+        assert set(latest.metadata) == {"loss"}
+        again = fresh()
+        adapter.restore(latest, again)
+        assert bits(again) == bits(model)
+
+
+def test_epochs_without_the_optimizer_are_done_again(tmp_path: Path) -> None:
+    """Where ``every`` leaves it out of the newest epochs, the run goes on before them, and replaces them."""
+    with ckptstore.open(tmp_path / "run", every={"optimizer": 3}) as repository:
+        fresh().fit(**data(), epochs=3, callbacks=[SaveAndResume(repository)])
+        assert "optimizer" not in repository.checkpoint(2).records
+        assert fresh().fit(**data(), epochs=4, callbacks=[SaveAndResume(repository)]).epoch == [1, 2, 3]
+        assert repository.epochs() == [0, 1, 2, 3]
+
+
+def test_data_that_torch_shuffles(tmp_path: Path) -> None:
+    """The random state of torch is kept whatever the backend is."""
+    torch = pytest.importorskip("torch")
+    arrays = [torch.tensor(np.asarray(array)) for array in data().values() if isinstance(array, np.ndarray)]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*arrays), batch_size=16, shuffle=True)
+    torch.manual_seed(5)
+    undisturbed = fresh()
+    undisturbed.fit(loader, epochs=3, shuffle=False, verbose=0)
+    torch.manual_seed(5)
+    fresh().fit(loader, epochs=1, shuffle=False, verbose=0, callbacks=[SaveAndResume(tmp_path / "run")])
+    torch.manual_seed(99)
+    model = fresh()
+    model.fit(loader, epochs=3, shuffle=False, verbose=0, callbacks=[SaveAndResume(tmp_path / "run")])
+    assert bits(model) == bits(undisturbed)
+
+
 def test_steps_back_over_a_damaged_epoch(whole: Any, tmp_path: Path) -> None:
     """P3: a damaged newest epoch is trained and saved again."""
     fresh().fit(**data(), epochs=4, callbacks=[SaveAndResume(tmp_path / "run")])
