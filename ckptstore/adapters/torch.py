@@ -27,6 +27,7 @@ from ckptstore.adapters.torch_loader import ResumableLoader
 from ckptstore.adapters.torch_parts import GlobalRandom, Module, Optimizer, part_of, reordered, whole
 from ckptstore.errors import CorruptionError, EpochNotFoundError, InvalidRecordError, RecordNotFoundError
 from ckptstore.options import check_repository
+from ckptstore.resuming import await_own
 
 __all__ = ["ResumableLoader", "TrainingState"]
 
@@ -60,7 +61,7 @@ class TrainingState:
             models = [part.thing for part in self._parts.values() if isinstance(part, Module)]
             self._parts["rng"] = GlobalRandom("rng", models)
         self._passed: set[int] = set()
-        self._saved: int | None = None
+        self._saved: int | SaveHandle | None = None  # what was saved last: its number, or the save in the background
 
     def records(self) -> dict[str, Any]:
         """What is saved: a state by record name. Tensors are those of the training, not copies.
@@ -70,7 +71,8 @@ class TrainingState:
         """
         progress = {"epoch": self.epoch, "step": self.step, "extra": self.extra, "parameters": self._order()}
         states = {name: whole(name, part.state()) for name, part in self._parts.items()}
-        return {**states, "progress": {**progress, "rank": _rank()}}
+        kinds = {name: part.kind for name, part in self._parts.items() if part.kind is not None}
+        return {**states, "progress": {**progress, "rank": _rank(), "kinds": kinds}}
 
     def save(
         self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
@@ -81,7 +83,7 @@ class TrainingState:
         """
         check_repository(repo)
         saved = repo.save(epoch, self.records(), metadata, replace or epoch in self._passed)
-        self._saved = epoch
+        self._saved = epoch if isinstance(saved, Checkpoint) else None
         return saved
 
     def save_async(
@@ -89,8 +91,7 @@ class TrainingState:
     ) -> SaveHandle:
         """The same in the background: ``repo.save_async``. Go on training as soon as it returns."""
         check_repository(repo)
-        handle = repo.save_async(epoch, self.records(), metadata, replace or epoch in self._passed)
-        self._saved = epoch
+        self._saved = handle = repo.save_async(epoch, self.records(), metadata, replace or epoch in self._passed)
         return handle
 
     def restore(self, repo: Repository, epoch: int | None = None, *, strict: bool = True) -> Checkpoint | None:
@@ -108,6 +109,7 @@ class TrainingState:
             EpochNotFoundError, StoreError: as ``repo.checkpoint`` and ``repo.latest``.
         """
         check_repository(repo)
+        await_own(repo)
         found = repo.checkpoint(epoch) if epoch is not None else self._newest(repo, strict)
         if found is None:
             return None
@@ -119,6 +121,7 @@ class TrainingState:
                 raise
             self._load(found, strict)
         self._passed = self._passed_by(repo, found) if epoch is None else set()
+        self._saved = found.epoch
         return found
 
     @contextmanager
@@ -141,8 +144,7 @@ class TrainingState:
             def border(epoch: int, metadata: Mapping[str, Any] | None = None) -> None:
                 if told.due:
                     try:
-                        if epoch != self._saved:
-                            self.save(repo, epoch, metadata)
+                        self._last_save(repo, epoch, metadata)
                     except Exception:
                         log.exception("the last save, of epoch %d, failed", epoch)
                     finally:
@@ -155,6 +157,19 @@ class TrainingState:
     @property
     def _names(self) -> list[str]:
         return [*self._parts, "progress"]
+
+    def _last_save(self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None) -> None:
+        """Save, unless that epoch is saved already. What has failed before must not cost this save as well."""
+        pending = self._saved
+        if isinstance(pending, SaveHandle):
+            try:
+                saved = pending.result()
+            except Exception as error:  # noqa: BLE001 (whatever it was: the save that follows is the last chance)
+                log.error("the save of epoch %d failed, and its error ends here: %s", pending.epoch, error)  # noqa: TRY400
+                saved = None
+            self._saved = pending.epoch if saved is not None else None
+        if epoch != self._saved:
+            self.save(repo, epoch, metadata)
 
     def _order(self) -> dict[str, list[list[str]]]:
         """The names of each optimizer's parameters, by group: what its numbers stand for."""
@@ -197,8 +212,11 @@ class TrainingState:
         for name, now in self._order().items():
             misfits += reordered(name, progress.get("parameters", {}).get(name, now), now)
         into: dict[str, Any] = {}
+        kinds = progress.get("kinds", {})
         for name, part in self._parts.items():
-            if name in have:
+            if (kind := kinds.get(name)) is not None and part.kind is not None and kind != part.kind:
+                aside.append(f"{name}: a {kind} in the checkpoint, a {part.kind} here")
+            elif name in have:
                 into[name] = whole(name, part.target(checkpoint))
                 if into[name] is not None:
                     bad = dict.fromkeys(checkpoint.mismatches(name, into[name], strict=False))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ckptstore.errors import InvalidArgumentError
+from ckptstore.preemption import GRACE
 
 
 class ResumableLoader:
@@ -53,7 +56,9 @@ class ResumableLoader:
         if batch_size < 1 or not 0 <= rank < world_size or not 0 <= seed <= 2**31:
             raise InvalidArgumentError(f"batch_size {batch_size}, rank {rank} of {world_size} or seed {seed} is wrong")
         self.epoch = 0
-        self._dataset, self._options = dataset, options
+        self._dataset, self._options = dataset, dict(options)
+        if options.get("num_workers"):
+            self._options["worker_init_fn"] = _Patient(options.get("worker_init_fn"))
         self._batch_size, self._shuffle, self._drop_last = batch_size, shuffle, drop_last
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._samples = 0  # that were handed out in this epoch, by all ranks
@@ -121,6 +126,29 @@ def next_epoch(state: Any) -> None:
     """If it is that of a ResumableLoader behind its last batch: change it to the beginning of the next epoch."""
     if isinstance(state, dict) and state.get("through") is True and {"epoch", "samples"} <= state.keys():
         state.update(epoch=state["epoch"] + 1, samples=0, through=False)
+
+
+class _Patient:
+    """In a worker: whoever tells a whole group of processes to end leaves it to the trainer, which has a step to end.
+
+    A worker that dies of the first SIGTERM would end that step by an error, and with it the last save. It dies of the
+    second one, or when the time is up; and when the trainer is gone, as all workers do.
+    """
+
+    def __init__(self, then: Any) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _told_to_end)
+        if self._then is not None:
+            self._then(worker)
+
+
+def _told_to_end(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(4 * GRACE))  # one that is stuck does not keep the trainer from ending
 
 
 class _Seeded(Dataset):  # type: ignore[misc]  # mypy does not look into torch

@@ -39,6 +39,11 @@ class Part:
         self.name = name
         self.thing = thing
 
+    @property
+    def kind(self) -> str | None:
+        """Its class: most take the state of another one without a word, and go on wrong. None if names tell enough."""
+        return type(self.thing).__name__
+
     def state(self) -> Any:
         """What is saved: tensors are those of the thing itself."""
         return self.thing.state_dict()
@@ -59,6 +64,10 @@ class Module(Part):
         super().__init__(name, thing)
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in thing.modules()):
             raise InvalidRecordError(f"{name} is a FullyShardedDataParallel{_ELSEWHERE}")
+
+    @property
+    def kind(self) -> str | None:
+        return None  # parameters and buffers have names, and are compared
 
     def state(self) -> Any:
         held = self.thing.state_dict()
@@ -110,6 +119,11 @@ class Optimizer(Part):
 
 
 class Generator(Part):
+    @property
+    def kind(self) -> str | None:
+        thing = self.thing.bit_generator if isinstance(self.thing, np.random.Generator) else self.thing
+        return type(thing).__name__
+
     def state(self) -> Any:
         if isinstance(self.thing, torch.Generator):
             return self.thing.get_state()
@@ -126,6 +140,10 @@ class Generator(Part):
 
 class GlobalRandom(Part):
     """The generators that nobody names: of Python, NumPy, torch, and of the devices that the models are on."""
+
+    @property
+    def kind(self) -> str | None:
+        return None
 
     def _devices(self) -> list[Any]:
         return sorted({p.device for model in self.thing for p in model.parameters() if p.device.type != "cpu"}, key=str)

@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CorruptionError, InvalidArgumentError, InvalidRecordError, RecordNotFoundError
+from ckptstore import AccessError, CorruptionError, InvalidArgumentError, InvalidRecordError, RecordNotFoundError
+from ckptstore.stores import MemoryStore
+from ckptstore.testing import Fault, FaultStore
 from tests.conftest import Bucket
 
 pytest.importorskip("torch.nn", reason="needs torch: make test-adapters")
@@ -151,6 +153,39 @@ def test_told_to_end_it_saves_the_last_step(undisturbed: Callable[[], Any], tmp_
     assert same(torch.load(result), undisturbed())
 
 
+GROUP = """
+import sys, time
+import ckptstore, torch
+from ckptstore.adapters.torch import ResumableLoader, TrainingState
+
+repo = ckptstore.open(sys.argv[1])
+state = TrainingState(model=torch.nn.Linear(3, 3))
+with state.preemption(repo, grace=20) as border:
+    for _ in ResumableLoader(range(10_000), num_workers=2):
+        time.sleep(0.1)
+        state.step += 1
+        border(state.step)
+        print("step", state.step, flush=True)
+"""
+
+
+@pytest.mark.kill
+def test_told_to_end_with_all_its_workers(tmp_path: Path) -> None:
+    """Slurm and others signal every process of a job: workers do not die before the step that needs them is saved."""
+    command = [sys.executable, "-c", GROUP, str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line == "step 3\n":
+                os.killpg(process.pid, signal.SIGTERM)
+                break
+        process.stdout.read()
+        assert process.wait(SECONDS) == -signal.SIGTERM
+    with ckptstore.open(tmp_path / "run") as repository:
+        assert len(repository.epochs()) == 1
+
+
 SLOW = """
 import sys, time
 import ckptstore, torch
@@ -190,6 +225,29 @@ def test_what_takes_longer_than_the_grace_is_abandoned(tmp_path: Path, how: str)
     with ckptstore.open(tmp_path / "run") as repository:
         assert repository.epochs() == [1]
         TrainingState(model=nn.Linear(300, 300)).restore(repository)
+
+
+@pytest.mark.parametrize("failed", [2, 3])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_save_that_failed_before_does_not_cost_the_last_one(failed: int, on_error: Any) -> None:
+    """P4: in the background a save fails, of another step or of this one; then SIGTERM comes: it is saved."""
+    broken = [True]
+    fault = Fault("put", "chunks/", error=lambda: AccessError("refused") if broken else None, times=None)
+    store = FaultStore(MemoryStore(), [fault])
+    repo = ckptstore.Repository(store, on_error=on_error)
+    state, told = TrainingState(model=nn.Linear(3, 3), rng=False), []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        with state.preemption(repo, grace=20) as border:
+            state.save_async(repo, failed).wait()
+            broken.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not told:
+                time.sleep(0.01)
+                border(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert repo.epochs() == [3]
 
 
 # ---- what comes back, and where ------------------------------------------------------------------------------
@@ -507,6 +565,31 @@ def test_not_strict(repo: ckptstore.Repository) -> None:
     ]
     assert same(run.model.new.state_dict(), new)
     assert same(run.model[0].state_dict(), saved.model[0].state_dict())
+
+
+def test_a_part_of_another_class(repo: ckptstore.Repository) -> None:
+    """Most would take the state of another class without a word, or fail amid a restore that has changed others."""
+
+    def state_of(optimizer: Any, scheduler: Any, generator: Any) -> Any:
+        model = nn.Linear(2, 2)
+        opened = optimizer(model.parameters(), lr=0.1)
+        return TrainingState(model=model, optimizer=opened, scheduler=scheduler(opened, 3), generator=generator)
+
+    schedulers = torch.optim.lr_scheduler
+    saved = state_of(torch.optim.NAdam, schedulers.CosineAnnealingLR, np.random.Generator(np.random.PCG64(1)))
+    saved.save(repo, 1)
+    other = state_of(torch.optim.RAdam, schedulers.StepLR, np.random.Generator(np.random.Philox(1)))
+    before = copy.deepcopy(other.records())
+    with pytest.raises(InvalidRecordError, match="optimizer: a NAdam in the checkpoint, a RAdam here") as error:
+        other.restore(repo)
+    assert "scheduler: a CosineAnnealingLR" in str(error.value)
+    assert "generator: a PCG64" in str(error.value)
+    assert same(other.records(), before)
+    other.restore(repo, strict=False)
+    now = other.records()
+    assert same([now[n] for n in ("optimizer", "scheduler")], [before[n] for n in ("optimizer", "scheduler")])
+    assert same(now["model"], saved.records()["model"])
+    assert len(other.unrestored) == 3
 
 
 def test_an_optimizer_whose_parameters_changed_places(repo: ckptstore.Repository) -> None:
