@@ -18,16 +18,29 @@ import logging
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ckptstore import Checkpoint, Repository, SaveHandle, on_preemption
 from ckptstore.adapters.torch_loader import ResumableLoader
-from ckptstore.adapters.torch_parts import GlobalRandom, Module, Optimizer, part_of, reordered, whole
+from ckptstore.adapters.torch_parts import (
+    PROGRESS,
+    RNG,
+    GlobalRandom,
+    Module,
+    Restore,
+    is_by_rank,
+    is_spread,
+    order,
+    part_of,
+    rank,
+    whole,
+)
 from ckptstore.errors import CorruptionError, EpochNotFoundError, InvalidRecordError, RecordNotFoundError
 from ckptstore.options import check_repository
 from ckptstore.resuming import await_own
+
+if TYPE_CHECKING:
+    from ckptstore.adapters import torch_sharded
 
 __all__ = ["ResumableLoader", "TrainingState"]
 
@@ -59,7 +72,7 @@ class TrainingState:
         self._parts = {name: part_of(name, thing) for name, thing in parts.items()}
         if rng:  # last: whatever else is restored may draw from them
             models = [part.thing for part in self._parts.values() if isinstance(part, Module)]
-            self._parts["rng"] = GlobalRandom("rng", models)
+            self._parts[RNG] = GlobalRandom(RNG, models)
         self._passed: set[int] = set()
         self._saved: int | SaveHandle | None = None  # what was saved last: its number, or the save in the background
 
@@ -69,10 +82,8 @@ class TrainingState:
         Raises:
             InvalidRecordError: tensors that are spread over several processes (DTensor, FSDP).
         """
-        progress = {"epoch": self.epoch, "step": self.step, "extra": self.extra, "parameters": self._order()}
         states = {name: whole(name, part.state()) for name, part in self._parts.items()}
-        kinds = {name: part.kind for name, part in self._parts.items() if part.kind is not None}
-        return {**states, "progress": {**progress, "rank": _rank(), "kinds": kinds}}
+        return {**states, PROGRESS: {**self._progress(), "parameters": order(self._parts), "rank": rank()}}
 
     def save(
         self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
@@ -80,22 +91,39 @@ class TrainingState:
         """Save all of it as one checkpoint: ``repo.save``, whose arguments, result and errors these are.
 
         Epochs that ``restore`` has passed by (damaged, or without a part) are replaced when the run gets there again.
+
+        With sharded parameters (FSDP2, DTensor) all ranks have to call it, and torch DCP saves: every rank its shards,
+        and its own of what is no model and no optimizer. If ranks fail, they raise their own errors and the others
+        RanksFailedError.
         """
         check_repository(repo)
-        saved = repo.save(epoch, self.records(), metadata, replace or epoch in self._passed)
+        replace = replace or epoch in self._passed
+        saved: Checkpoint | Any
+        if is_spread(self._parts):
+            from ckptstore.adapters import torch_sharded
+
+            saved = torch_sharded.save(self._parts, self._progress(), repo, epoch, metadata, replace)
+        else:
+            saved = repo.save(epoch, self.records(), metadata, replace)
         self._saved = epoch if isinstance(saved, Checkpoint) else None
         return saved
 
     def save_async(
         self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None = None, *, replace: bool = False
     ) -> SaveHandle:
-        """The same in the background: ``repo.save_async``. Go on training as soon as it returns."""
+        """The same in the background: ``repo.save_async``. Go on training as soon as it returns.
+
+        Raises:
+            InvalidRecordError: sharded parameters: use ``save``, or ``dcp.async_save`` (docs/dcp.md).
+        """
         check_repository(repo)
         self._saved = handle = repo.save_async(epoch, self.records(), metadata, replace or epoch in self._passed)
         return handle
 
     def restore(self, repo: Repository, epoch: int | None = None, *, strict: bool = True) -> Checkpoint | None:
         """Bring everything back, in place; None if nothing was saved yet, and nothing is changed.
+
+        With sharded parameters all ranks have to call it. They may be more than those that saved, or fewer, or one.
 
         Args:
             epoch: which; by default the newest intact one that has all parts (of this run, if ``repo`` has a run_id).
@@ -110,17 +138,17 @@ class TrainingState:
         """
         check_repository(repo)
         await_own(repo)
-        found = repo.checkpoint(epoch) if epoch is not None else self._newest(repo, strict)
+        found, passed = self._choose(repo, epoch, strict)
         if found is None:
             return None
         try:
-            self._load(found, strict)
+            self._load(repo, found, strict)
         except CorruptionError:
-            found = self._newest(repo, strict, deep=True) if epoch is None else None
+            found, passed = self._choose(repo, epoch, strict, deep=True) if epoch is None else (None, passed)
             if found is None:
                 raise
-            self._load(found, strict)
-        self._passed = self._passed_by(repo, found) if epoch is None else set()
+            self._load(repo, found, strict)
+        self._passed = passed
         self._saved = found.epoch
         return found
 
@@ -142,7 +170,7 @@ class TrainingState:
         with on_preemption(repo, grace=grace, signals=signals, last_save=True) as told:
 
             def border(epoch: int, metadata: Mapping[str, Any] | None = None) -> None:
-                if told.due:
+                if self._is_due(told.due):
                     try:
                         self._last_save(repo, epoch, metadata)
                     except Exception:
@@ -156,7 +184,7 @@ class TrainingState:
 
     @property
     def _names(self) -> list[str]:
-        return [*self._parts, "progress"]
+        return [*self._parts, PROGRESS]
 
     def _last_save(self, repo: Repository, epoch: int, metadata: Mapping[str, Any] | None) -> None:
         """Save, unless that epoch is saved already. What has failed before must not cost this save as well."""
@@ -171,13 +199,38 @@ class TrainingState:
         if epoch != self._saved:
             self.save(repo, epoch, metadata)
 
-    def _order(self) -> dict[str, list[list[str]]]:
-        """The names of each optimizer's parameters, by group: what its numbers stand for."""
-        names: dict[int, str] = {}
-        for part in self._parts.values():
-            if isinstance(part, Module):
-                names |= {number: f"{part.name}.{key}" for number, key in part.parameters().items()}
-        return {name: part.order(names) for name, part in self._parts.items() if isinstance(part, Optimizer)}
+    def _progress(self) -> dict[str, Any]:
+        kinds = {name: part.kind for name, part in self._parts.items() if part.kind is not None}
+        return {"epoch": self.epoch, "step": self.step, "extra": self.extra, "kinds": kinds}
+
+    def _is_due(self, here: bool) -> bool:
+        """Sharded parameters are saved by all ranks, so they ask each other."""
+        if not is_spread(self._parts):
+            return here
+        from ckptstore.adapters import torch_sharded
+
+        return torch_sharded.any_rank(self._parts, here)
+
+    def _choose(
+        self, repo: Repository, epoch: int | None, strict: bool, deep: bool = False
+    ) -> tuple[Checkpoint | None, set[int]]:
+        """What to restore, and the newer epochs that are passed by. With sharded parameters rank 0 chooses for all."""
+        chosen: list[Checkpoint] = []
+
+        def choose() -> tuple[int | None, set[int]]:
+            found = repo.checkpoint(epoch) if epoch is not None else self._newest(repo, strict, deep)
+            if found is None:
+                return None, set()
+            chosen.append(found)
+            return found.epoch, self._passed_by(repo, found) if epoch is None else set()
+
+        if is_spread(self._parts):
+            from ckptstore.adapters import torch_sharded
+
+            number, passed = torch_sharded.together(choose)
+        else:
+            number, passed = choose()
+        return (chosen[0] if chosen else None if number is None else repo.checkpoint(number)), passed
 
     def _newest(self, repo: Repository, strict: bool, deep: bool = False) -> Checkpoint | None:
         run = repo.run_id or None
@@ -202,48 +255,44 @@ class TrainingState:
                         passed.add(epoch)
         return passed
 
-    def _load(self, checkpoint: Checkpoint, strict: bool) -> None:
+    def _load(self, repo: Repository, checkpoint: Checkpoint, strict: bool) -> None:
         """Look at everything first, then load it, all in one go."""
         have = checkpoint.records
         aside = [f"{name}: missing in the checkpoint" for name in self._names if name not in have]
         aside += [f"{name}: only in the checkpoint" for name in have if name not in self._names]
-        misfits: list[str] = []
-        progress = checkpoint.load("progress") if "progress" in have else {}
-        for name, now in self._order().items():
-            misfits += reordered(name, progress.get("parameters", {}).get(name, now), now)
-        into: dict[str, Any] = {}
-        kinds = progress.get("kinds", {})
-        for name, part in self._parts.items():
-            if (kind := kinds.get(name)) is not None and part.kind is not None and kind != part.kind:
-                aside.append(f"{name}: a {kind} in the checkpoint, a {part.kind} here")
-            elif name in have:
-                into[name] = whole(name, part.target(checkpoint))
-                if into[name] is not None:
-                    bad = dict.fromkeys(checkpoint.mismatches(name, into[name], strict=False))
-                    misfits += bad
-                    aside += [line for line in checkpoint.mismatches(name, into[name]) if line not in bad]
+        way = self._way(repo, checkpoint, aside)
+        misfits = list(dict.fromkeys(way.misfits(strict=False)))
+        aside += [line for line in way.misfits(strict=True) if line not in misfits]
         if misfits or (strict and aside):
             lines = "\n  ".join([*misfits, *(aside if strict else ())])
             what = f"epoch {checkpoint.epoch} does not fit into this state, and nothing was changed"
             raise InvalidRecordError(f"{what}:\n  {lines}", epoch=checkpoint.epoch)
-        self._apply(checkpoint.load(into=into, strict=False), progress)
+        way.load()
+        self.step, self.epoch = way.progress.get("step", self.step), way.progress.get("epoch", self.epoch)
+        if "extra" in way.progress:
+            self.extra.clear()
+            self.extra.update(way.progress["extra"])
+        way.apply()
         self.unrestored = tuple(aside)
         for line in aside:
             log.warning("restored without %s", line)
 
-    def _apply(self, loaded: dict[str, Any], progress: dict[str, Any]) -> None:
-        self.step, self.epoch = progress.get("step", self.step), progress.get("epoch", self.epoch)
-        if "extra" in progress:
-            self.extra.clear()
-            self.extra.update(progress["extra"])
-        if "rng" in loaded and progress.get("rank", 0) != _rank():
-            log.warning("the random numbers were those of rank %d: this rank keeps its own", progress.get("rank", 0))
-            del loaded["rng"]
+    def _way(self, repo: Repository, checkpoint: Checkpoint, aside: list[str]) -> Restore | torch_sharded.Restore:
+        """How the checkpoint comes back, without parts that were of another class then: those go to ``aside``."""
+        by_rank = is_by_rank(checkpoint)
+        if is_spread(self._parts) and not by_rank:
+            what = "was saved with whole tensors, and the optimizer's by number: restore it without sharding"
+            raise InvalidRecordError(f"epoch {checkpoint.epoch} {what}", epoch=checkpoint.epoch)
+        progress = checkpoint.load(PROGRESS) if PROGRESS in checkpoint.records else {}
+        kinds = (progress["0"][0] if by_rank else progress).get("kinds", {})
+        parts = {}
         for name, part in self._parts.items():
-            if name in loaded:
-                part.apply(loaded[name])
+            if None not in (part.kind, kinds.get(name)) and kinds[name] != part.kind:
+                aside.append(f"{name}: a {kinds[name]} in the checkpoint, a {part.kind} here")
+            elif name in checkpoint.records:
+                parts[name] = part
+        if not by_rank:
+            return Restore(parts, checkpoint, order(self._parts))
+        from ckptstore.adapters import torch_sharded
 
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+        return torch_sharded.Restore(parts, repo, checkpoint.epoch)

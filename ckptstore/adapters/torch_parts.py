@@ -17,10 +17,11 @@ from ckptstore.errors import InvalidArgumentError, InvalidRecordError
 
 log = logging.getLogger("ckptstore")
 
-RESERVED = ("progress", "rng")
+PROGRESS, RNG = "progress", "rng"
+RESERVED = (PROGRESS, RNG)
 _ELSEWHERE = (
-    ": its tensors are spread over several processes, of which TrainingState sees one. Use the DCP adapter, "
-    "ckptstore.adapters.dcp, with torch.distributed.checkpoint"
+    ": its tensors are spread over several processes. TrainingState.save saves FSDP2 and DTensor in models and their "
+    "optimizers; for the background and all else use torch.distributed.checkpoint, by dcp.async_save (docs/dcp.md)"
 )
 
 
@@ -186,14 +187,80 @@ def whole(name: str, state: Any) -> Any:
     waiting = [(name, state)]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, torch.Tensor) and type(value).__module__.startswith("torch.distributed"):
+        if isinstance(value, torch.Tensor) and is_dtensor(value):
             raise InvalidRecordError(f"{path} is a {type(value).__name__}{_ELSEWHERE}")
         if isinstance(value, Mapping):
             waiting += [(f"{path}.{key}", item) for key, item in value.items()]
     return state
 
 
-def reordered(name: str, then: list[list[str]], now: list[list[str]]) -> list[str]:
+def is_spread(parts: Mapping[str, Part]) -> bool:
+    """Whether a model has tensors of which other processes have the rest."""
+    models = [part.thing for part in parts.values() if isinstance(part, Module)]
+    return any(is_dtensor(tensor) for model in models for tensor in model.parameters())
+
+
+def is_by_rank(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint was saved by several ranks (``torch_sharded.save``)."""
+    return PROGRESS in checkpoint.records and "0" in checkpoint.structure(PROGRESS)
+
+
+def rank() -> int:
+    """This process among those of the default group."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+class Restore:
+    """A checkpoint with whole tensors on its way back into parts. ``torch_sharded.Restore`` is the same by rank.
+
+    Args:
+        parts: those that the checkpoint has.
+        names: of each optimizer's parameters now, see ``order``.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], checkpoint: Checkpoint, names: Mapping[str, list[list[str]]]) -> None:
+        self._parts = parts
+        self._names = names
+        self._checkpoint = checkpoint
+        self._loaded: dict[str, Any] = {}
+        self.progress: dict[str, Any] = checkpoint.load(PROGRESS) if PROGRESS in checkpoint.records else {}
+
+    def misfits(self, *, strict: bool) -> list[str]:
+        """What does not fit, each path; with ``strict`` also what only one side has."""
+        then = self.progress.get("parameters", {})
+        found = [line for name, now in self._names.items() for line in _reordered(name, then.get(name, now), now)]
+        for name, part in self._parts.items():
+            into = whole(name, part.target(self._checkpoint))
+            if into is not None:
+                found += self._checkpoint.mismatches(name, into, strict=strict)
+        return found
+
+    def load(self) -> None:
+        """Fill the tensors, in place. Errors as of ``Checkpoint.load``."""
+        into = {name: part.target(self._checkpoint) for name, part in self._parts.items()}
+        self._loaded = self._checkpoint.load(into=into, strict=False)
+
+    def apply(self) -> None:
+        """Bring everything back that is not in place yet."""
+        saver = self.progress.get("rank", 0)
+        for name, part in self._parts.items():
+            if name == RNG and saver != rank():
+                log.warning("the random numbers were those of rank %d: this rank keeps its own", saver)
+            else:
+                part.apply(self._loaded[name])
+
+
+def order(parts: Mapping[str, Part]) -> dict[str, list[list[str]]]:
+    """The names of each optimizer's parameters, by group: what its numbers stand for."""
+    names: dict[int, str] = {}
+    for part in parts.values():
+        if isinstance(part, Module):
+            names |= {number: f"{part.name}.{key}" for number, key in part.parameters().items()}
+    return {name: part.order(names) for name, part in parts.items() if isinstance(part, Optimizer)}
+
+
+def _reordered(name: str, then: list[list[str]], now: list[list[str]]) -> list[str]:
     """Where an optimizer's numbers stand for other parameters now: its moments would go to the wrong ones."""
     if len(then) != len(now):
         return [f"{name}: {len(then)} parameter groups in the checkpoint, {len(now)} here"]
@@ -202,6 +269,11 @@ def reordered(name: str, then: list[list[str]], now: list[list[str]]) -> list[st
         for number, (old, new) in enumerate(zip(then, now, strict=True))
         if old != new
     ]
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether other processes have the rest of it."""
+    return type(tensor).__module__.startswith("torch.distributed")
 
 
 def _clean(key: str) -> str:

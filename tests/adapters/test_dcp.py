@@ -37,10 +37,10 @@ ROOT = Path(__file__).parents[2]
 class Ranks:
     """Starts ranks; see ``dcp_ranks.py``."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "dcp_ranks") -> None:
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", **threads}
-        command = [sys.executable, "-m", "tests.adapters.dcp_ranks"]
+        command = [sys.executable, "-m", f"tests.adapters.{module}"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
 
