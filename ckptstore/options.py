@@ -143,7 +143,7 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Any:
         metadata = {}
     if not _is_mapping(metadata) or not all(isinstance(key, str) for key in metadata):
         raise InvalidRecordError("metadata must be a dict with str keys")
-    flat = flatten(dict(metadata), "metadata")
+    flat = flatten(dict(metadata), "metadata", convert=False)
     if flat.arrays:
         names = [f"metadata.{path}" for paths in leaf_paths(flat.skeleton).values() for path in paths]
         raise InvalidRecordError(f"an array at {', '.join(names[:10])}: store its .item(), or put it into a record")

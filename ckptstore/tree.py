@@ -34,7 +34,8 @@ node                                                    value
 A key is the node of a ``str``, ``int``, ``float``, ``bool``, ``None``, ``bytes`` (of any length), NumPy scalar other
 than ``void``, or a tuple of those (at most 16 levels). Containers nest at most 200 levels.
 
-Nothing else is stored: ``flatten`` refuses a state with one error that names the offending paths. Types come back
+Nothing else is stored: ``flatten`` refuses a state with one error that names the offending paths, unless an installed
+package makes such data of the whole state (``foreign``), as the adapter for JAX does. Types come back
 exactly, except that containers that appear twice come back as two, and names that NumPy has for the same type
 (``longlong``) become one. Arrays that are the same memory come back as one array.
 """
@@ -50,7 +51,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ckptstore import garbage
+from ckptstore import foreign, garbage
 from ckptstore.arrays import ArraySource, is_array, source, torch_module
 from ckptstore.errors import CkptStoreError, InvalidRecordError
 from ckptstore.files import FileSource
@@ -110,34 +111,52 @@ class FlatState:
             )
 
 
-def flatten(state: object, root: str, *, part: bool = False) -> FlatState:
+def flatten(state: object, root: str, *, part: bool = False, convert: bool = True) -> FlatState:
     """Take a state apart without copying any array. ``root`` is the name of the record, for error messages.
 
     An open file (``FileSource``) becomes a record of its bytes.
 
     ``InvalidRecordError`` lists the paths of all values that cannot be stored exactly (the first 20 of them). With
-    ``part`` the state is one rank's: the pieces of its sharded arrays need not make whole arrays.
+    ``part`` the state is one rank's: the pieces of its sharded arrays need not make whole arrays. Without ``convert``
+    nothing is stored but what stands above, whoever else would know it.
     """
     if isinstance(state, FileSource):
         file = {"file": state.name, "size": state.nbytes}
         return FlatState(file, [cast(ArraySource, state)], is_file=True, part=part)
+    found = _take_apart(state, root, part)
+    point = foreign.point_for(found.foreign) if found.foreign else None
+    if point is None:
+        return found.flat()
+    if not convert:
+        found.notes.append(f"{root} takes plain values: store the .item() of an array, or put it into a record")
+        return found.flat()
+    try:
+        function = foreign.load(point)
+    except Exception as error:  # noqa: BLE001 (a framework that is broken or too old may raise anything)
+        found.notes.append(f"{point.value} knows the {point.name} in it, but cannot be imported: {error!r}")
+        return found.flat()
+    # Nobody else has what it makes, so that cannot change meanwhile; what it was made from can, and it tells.
+    found.seen += foreign.containers(found.foreign)
+    converted = _take_apart(function({root: state})[root], root, part)
+    converted.seen += found.seen
+    return converted.flat()
+
+
+def _take_apart(state: object, root: str, part: bool) -> _Flattener:
     flattener = _Flattener(part)
     with garbage.paused():
-        skeleton = flattener.node(state, (None, root))
-    refused = flattener.refused
-    if refused:
-        lines = [f"{_path_text(path)}: {reason}" for path, reason in refused[:MAX_LISTED]]
-        if len(refused) > MAX_LISTED:
-            lines.append(f"... and {len(refused) - MAX_LISTED} more")
-        raise InvalidRecordError("the state holds what cannot be stored exactly:\n  " + "\n  ".join(lines))
-    return FlatState(skeleton, flattener.arrays, _seen=flattener.seen, part=part)
+        flattener.skeleton = flattener.node(state, (None, root))
+    return flattener
 
 
 class _Flattener:
     def __init__(self, part: bool) -> None:
         self._part = part
+        self.skeleton: object = None
         self.arrays: list[FlatArray] = []
         self.refused: list[tuple[_Path, str]] = []
+        self.foreign: list[object] = []  # what was refused because of its type
+        self.notes: list[str] = []  # to be told with the refusals
         self.seen: list[tuple[Any, Any]] = []
         self._indexes: dict[tuple[object, ...], int] = {}
         self._active: set[int] = set()
@@ -162,6 +181,16 @@ class _Flattener:
         if torch is not None:
             self._leaves[torch.Tensor] = self._array
             self._leaves[torch.Size] = lambda value, path: {"size": [int(size) for size in value]}
+
+    def flat(self) -> FlatState:
+        """What was found; InvalidRecordError if something was refused."""
+        if not self.refused:
+            return FlatState(self.skeleton, self.arrays, _seen=self.seen, part=self._part)
+        lines = [f"{_path_text(path)}: {reason}" for path, reason in self.refused[:MAX_LISTED]]
+        if len(self.refused) > MAX_LISTED:
+            lines.append(f"... and {len(self.refused) - MAX_LISTED} more")
+        lines += self.notes
+        raise InvalidRecordError("the state holds what cannot be stored exactly:\n  " + "\n  ".join(lines))
 
     def node(self, value: object, path: _Path) -> object:
         kind = type(value)
@@ -268,6 +297,7 @@ class _Flattener:
                 return encode_scalar(value)
             except InvalidRecordError as error:
                 return self._refuse(path, str(error))
+        self.foreign.append(value)
         return self._refuse(path, _refusal(value))
 
 
@@ -294,7 +324,7 @@ def _refusal(value: object) -> str:
         if isinstance(value, base):
             return f"{name} is a subclass of {base.__name__}: convert it to {base.__name__}"
     if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
-        return f"{name} belongs to JAX: save what ckptstore.adapters.jax.to_state() makes of the whole state"
+        return f"{name} belongs to JAX: only what ckptstore.adapters.jax.to_state() can convert of it is stored"
     if hasattr(value, "__code__") or hasattr(value, "__func__"):
         return f"a {name} is code, and only data is stored"
     if callable(getattr(kind, "state_dict", None)):

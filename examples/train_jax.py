@@ -19,7 +19,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import ckptstore
-from ckptstore.adapters.jax import restore, to_state
+from ckptstore.adapters.jax import restore
 
 FEATURES, CLASSES, BATCH = 64, 10, 32
 
@@ -83,7 +83,7 @@ def main(url: str, steps: int, every: int) -> None:
             print(f"step {step + 1} loss {float(loss):.4f}", flush=True)
             if (step + 1) % every == 0:
                 print(f"saving {step + 1}", flush=True)
-                repo.save_async(step + 1, to_state(state))
+                repo.save_async(step + 1, state)
     print(f"end {digest(state)}")
 
 

@@ -1,14 +1,11 @@
 """JAX: any pytree to a state that a checkpoint can hold, and back onto the devices.
 
-``repo.save(step, to_state({"params": params, "opt_state": opt_state}))`` saves, ``restore(ckpt, like=...)`` gives the
-same pytree again, each array on the devices and with the sharding that ``like`` has there. Containers are stored as
-data: dicts, lists and tuples as they are, every other node (named tuples, flax and chex dataclasses, whatever is
-registered with JAX) as a dict by the names of its children. What makes them Python objects again, with their static
-fields, is ``like``: no code is on the store.
-
-Arrays keep bits, dtype, shape and ``weak_type``. A sharded array is saved by the shards that this process has, of each
-replicated one once; and what is loaded is only what the devices of this process are to have, whatever the sharding was
-when it was saved.
+``repo.save(step, {"params": params, "opt_state": opt_state})`` finds ``to_state`` by an entry point (``foreign.py``);
+``restore(ckpt, like=...)`` gives the same pytree again, each array where ``like`` has it. Dicts, lists and tuples are
+stored as they are, any other node (named tuple, dataclass of flax or chex) as a dict by the names of its children. What
+makes it that node again, with its static fields, is ``like``: no code is on the store. Arrays keep bits, dtype, shape
+and ``weak_type``. Sharded ones are saved by the shards of this process, of each replicated one once, and loaded for the
+devices of this process alone, whatever the sharding was.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ Finish = Callable[[Any], Any]
 
 
 def ranks() -> dict[str, Any]:
-    """Which of the processes of ``jax.distributed`` this one is: ``repo.save(step, to_state(tree), **ranks())``.
+    """Which of the processes of ``jax.distributed`` this one is: ``repo.save(step, state, **ranks())``.
 
     All processes must call it, because the first call agrees on a name for this launch. Empty where there is only one.
     """
@@ -67,7 +64,7 @@ def _launch() -> str:
 
 
 def to_state(tree: Any) -> Any:
-    """A pytree as dicts, lists and tuples with arrays in host memory, to be given to ``save`` or ``save_async``.
+    """A pytree as dicts, lists and tuples with arrays in host memory: what a save makes of it by itself.
 
     All transfers from devices are begun before the first is waited for. On the CPU nothing is copied. Arrays of typed
     PRNG keys become ``{"prng_impl": name, "key_data": array}``, weakly typed arrays ``{"weak_type": array}``.
@@ -120,7 +117,10 @@ def _filled(like: Any, children: dict[Any, Any]) -> Any:
         return type(like)(children.values())
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, children)
-    return OrderedDict(children) if type(like) is OrderedDict else children
+    if type(like) is not OrderedDict:
+        return children
+    vars(made := OrderedDict(children)).update(vars(like))  # such as the _metadata of a state_dict of torch
+    return made
 
 
 def _stored(array: Any, path: str) -> Any:
@@ -203,8 +203,8 @@ class _Matcher:
             return {WEAK: into}, lambda loaded: _weakened(finish(loaded[WEAK]))
         if isinstance(stored, dict) and stored.keys() == {IMPL, DATA} and isinstance(stored[DATA], ArraySpec):
             return self._keys(stored[IMPL], stored[DATA], like, path)
-        same = (stored is None) == (like is None)
-        if isinstance(stored, (dict, list, tuple)) or not same or (_is_array(like) and not isinstance(stored, SCALARS)):
+        fits = like is not None and not isinstance(stored, (dict, list, tuple, type(None)))
+        if not (fits or type(stored) is type(like)) or (_is_array(like) and not isinstance(stored, SCALARS)):
             return self._differ(_kind(stored), _kind(like), path)
         return stored, lambda loaded: loaded
 

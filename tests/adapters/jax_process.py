@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckptstore
-from ckptstore.adapters.jax import ranks, restore, to_state
+from ckptstore.adapters.jax import ranks, restore
 
 SHAPE, CHUNK = (512, 1024), 1 << 16
 VALUES = np.random.default_rng(5).integers(0, 2**32, SHAPE, np.uint32)
@@ -84,8 +84,8 @@ def main(rank: int, count: int, port: str, url: str, options: dict[str, Any]) ->
     with ckptstore.open(
         url, storage_options=options or None, chunk_size=CHUNK, codec="raw", on_request=meter
     ) as repository:
-        saved = repository.save(1, to_state({"state": tree}), **ranks())
-        later = repository.save_async(2, to_state({"state": tree}), **ranks()).result()
+        saved = repository.save(1, {"state": tree}, **ranks())
+        later = repository.save_async(2, {"state": tree}, **ranks()).result()
         sent = later.report.bytes_sent if later.report is not None else -1
         same = check(restore(saved, {"state": tree})["state"], tree)
 

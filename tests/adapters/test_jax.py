@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +15,11 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import InvalidArgumentError, InvalidRecordError, RecordNotFoundError
+from ckptstore.tree import FlatState
+from ckptstore.writer import RecordWriter
 
 pytest.importorskip("jax.numpy", reason="needs jax: make test-adapters")
+pytestmark = pytest.mark.usefixtures("entry_points")
 
 jax: Any = importlib.import_module("jax")
 jnp: Any = importlib.import_module("jax.numpy")
@@ -84,7 +89,7 @@ def check_same(found: Any, wanted: Any) -> None:
 def round_trip(tree: Any, folder: Path, like: Any = None) -> Any:
     """The tree after a save and a restore by a new repository object."""
     with ckptstore.open(folder) as repository:
-        repository.save(1, to_state({"state": tree}))
+        repository.save(1, {"state": tree})
     with ckptstore.open(folder, create=False) as repository:
         checkpoint = repository.latest(deep=True)
         assert checkpoint is not None
@@ -285,9 +290,120 @@ def test_deleted_and_traced_arrays_are_refused_by_name() -> None:
         to_state({"a": cycle})
 
 
-def test_a_save_without_to_state_says_what_to_do(tmp_path: Path) -> None:
-    """Arrays of JAX are not stored silently as something else."""
+def straight(repository: Any, epoch: int, records: Any) -> Any:
+    """Saved as it is, in each of the ways to save."""
+    way = epoch % 4
+    if way == 0:
+        return repository.save(epoch, records)
+    if way == 1:
+        return repository.save_async(epoch, records).result()
+    if way == 2:
+        return repository.save(epoch, records, rank=0, world_size=1, group="g")
+    with repository.begin(epoch) as transaction:
+        for name, state in records.items():
+            transaction.write(name, state)
+        return transaction.commit()
+
+
+@dataclass
+class Mine:
+    """A dataclass of the user's own, registered below."""
+
+    w: Any
+
+
+jax.tree_util.register_dataclass(Mine, ["w"], [])
+
+
+@pytest.mark.parametrize("way", range(4))
+def test_a_pytree_is_saved_straight(way: int, tmp_path: Path) -> None:
+    """P7: with every kind of save, what to_state makes of it and nothing else is stored; the rest stays as it is."""
+    shared = jnp.arange(2000.0)
+    tree = {
+        "bare": jnp.ones(2, jnp.bfloat16),
+        "deep": [(Moments(jnp.asarray(3), {"w": shared}), Empty()), {"key": jax.random.key(1), "again": shared}],
+        "numpy": np.arange(3.0),
+        "left": {1, 2},
+        "counter": Counter("aab"),
+        "bytes": bytearray(b"x"),
+    }
+    named, mine = Moments(jnp.int32(1), [jnp.ones(3)]), Mine({"w": jnp.zeros(2)})
+    records = {"tree": tree, "named": named, "mine": mine, "array": jnp.arange(3), "plain": {"n": 1}}
     with ckptstore.open(tmp_path / "run") as repository:
-        with pytest.raises(InvalidRecordError, match=r"state\.x: .* ckptstore\.adapters\.jax\.to_state"):
-            repository.save(1, {"state": {"x": jnp.ones(1)}})
+        found = straight(repository, 4 + way, records)
+        wanted = repository.save(100, to_state(records))
+        assert {name: found.structure(name) for name in records} == {n: wanted.structure(n) for n in records}
+        assert found.records["tree"].arrays == wanted.records["tree"].arrays
+        assert wanted.report is not None
+        assert wanted.report.bytes_sent < 5000  # all arrays are there already: they are the same
+        check_same(restore(found, records), records)
+
+
+def test_a_state_beside_arrays_of_torch_keeps_all(tmp_path: Path) -> None:
+    """P7: what JAX does not know is stored as without it, the metadata of a state_dict included."""
+    torch: Any = pytest.importorskip("torch", reason="needs torch: make test-adapters")
+    layer = torch.nn.Linear(3, 2)
+    state = {"torch": layer.state_dict(), "size": torch.Size([3]), "jax": jnp.ones(2)}
+    with ckptstore.open(tmp_path / "run") as repository:
+        found: Any = repository.save(1, {"state": state}).load("state")
+    assert vars(found["torch"]) == vars(state["torch"]) != {}
+    assert torch.equal(found["torch"]["weight"], layer.weight)
+    assert (type(found["size"]), found["jax"].tolist()) == (torch.Size, [1, 1])
+
+
+def test_a_straight_background_save_is_not_touched_by_donation(tmp_path: Path) -> None:
+    """save_async has copied all when it returns, whatever becomes of the arrays then."""
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    params = {"w": jnp.arange(100_000.0)}
+    wanted = np.array(params["w"])
+    with ckptstore.open(tmp_path / "run") as repository:
+        handle = repository.save_async(1, {"params": params})
+        for _ in range(5):
+            params = step(params)
+        assert np.array_equal(handle.result().load("params")["w"], wanted)
+
+
+@pytest.mark.parametrize("where", ["dict", "named", "dataclass"])
+def test_a_straight_state_that_changes_meanwhile(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: new arrays of the same form in the place of the old ones are no error, another structure is."""
+    inner = {"w": jnp.arange(1000.0)}
+    state: Any = {"dict": inner, "named": {"a": [Moments(jnp.int32(0), inner)]}, "dataclass": Mine(inner)}[where]
+    change: list[Callable[[], object]] = [lambda: inner.update(w=jnp.zeros(1000)), lambda: inner.update(new=inner["w"])]
+    write = RecordWriter.write_state
+
+    def write_and_change(self: RecordWriter, name: str, flat: FlatState) -> None:
+        write(self, name, flat)
+        change.pop(0)()
+
+    monkeypatch.setattr(RecordWriter, "write_state", write_and_change)
+    with ckptstore.open(tmp_path / "run") as repository:
+        repository.save(1, {"state": state})
+        with pytest.raises(InvalidRecordError, match="changed its structure"):
+            repository.save(2, {"state": state})
+        assert (repository.epochs(), change) == ([1], [])
+        inner.pop("new")
+        found = restore(repository.checkpoint(1), {"state": state})["state"]
+        assert jax.tree.leaves(found)[-1][-1] == 999
+
+
+def test_what_cannot_be_saved_straight_is_named(tmp_path: Path) -> None:
+    """P7: deleted and traced arrays, and what is no data, by record and path; nothing is written."""
+    gone = jnp.ones(3)
+    gone.delete()
+    with ckptstore.open(tmp_path / "run") as repository:
+
+        def refused(records: Any, message: str, **others: Any) -> None:
+            for save in (repository.save, repository.save_async):
+                with pytest.raises(InvalidRecordError, match=message):
+                    save(1, records, **others)
+
+        refused({"m": {"a": [gone]}}, r"m\.a\.0: the array was deleted")
+        refused({"m": {"a": jnp.ones(1), "f": print}}, r"m\.f: objects of type builtin_function")
+        refused({"m": {"s": jax.ShapeDtypeStruct((2,), np.float32)}}, r"m\.s: .* belongs to JAX")
+        refused({"m": {"c": Counter(a=jnp.ones(1))}}, r"m\.c\.a: .* belongs to JAX")  # a Counter is no pytree
+        refused({"m": Moments(1, 2)}, r"m: the named tuple .* needs code")  # nothing of JAX in it
+        loss = {"loss": jnp.float32(1)}
+        refused({"m": 1}, r"metadata\.loss: [\s\S]*store the \.item\(\) of an array", metadata=loss)
+        with pytest.raises(InvalidRecordError, match=r"m\.x: the array is being traced"):
+            jax.jit(lambda x: repository.save(1, {"m": {"x": x}}))(jnp.ones(2))
         assert repository.epochs() == []

@@ -16,6 +16,7 @@ import pytest
 import ckptstore
 
 pytest.importorskip("jax.numpy", reason="needs jax: make test-adapters")
+pytestmark = pytest.mark.usefixtures("entry_points")
 
 jax: Any = importlib.import_module("jax")
 adapter: Any = importlib.import_module("ckptstore.adapters.jax")

@@ -14,6 +14,7 @@ import ckptstore
 from ckptstore import ShardedArray
 
 pytest.importorskip("jax.numpy", reason="needs jax: make test-adapters")
+pytestmark = pytest.mark.usefixtures("entry_points")
 
 jax: Any = importlib.import_module("jax")
 jnp: Any = importlib.import_module("jax.numpy")
@@ -52,7 +53,7 @@ def test_every_layout_into_every_other(tmp_path: Path) -> None:
     values = matrix()
     arrays = {str(number): jax.device_put(values, place(*layout)) for number, layout in enumerate(LAYOUTS)}
     with ckptstore.open(tmp_path / "run") as repository:
-        checkpoint = repository.save(1, to_state({"state": arrays}))
+        checkpoint = repository.save(1, {"state": arrays})
     assert {name: array.tobytes() for name, array in checkpoint.load("state").items()} == dict.fromkeys(
         arrays, values.tobytes()
     )
@@ -81,7 +82,7 @@ def test_all_kinds_of_arrays_are_sharded(explicit: bool, tmp_path: Path) -> None
         "anywhere": jnp.ones(2),
     }
     with ckptstore.open(tmp_path / "run") as repository:
-        checkpoint = repository.save(1, to_state({"state": tree}))
+        checkpoint = repository.save(1, {"state": tree})
     found = restore(checkpoint, {"state": tree})["state"]
     for name, array in tree.items():
         one, two = found[name], array
@@ -103,7 +104,7 @@ def test_replicas_are_saved_once_and_shards_as_they_are(tmp_path: Path) -> None:
     assert sorted(shards) == [0, 1, 2, 3]
     assert np.shares_memory(state.pieces[1][1], np.asarray(shards[0].data))
     with ckptstore.open(tmp_path / "run") as repository:
-        checkpoint = repository.save(1, to_state({"state": {"w": array, "all": jax.device_put(1.5, place("8", ()))}}))
+        checkpoint = repository.save(1, {"state": {"w": array, "all": jax.device_put(1.5, place("8", ()))}})
         assert checkpoint.bytes_state == array.nbytes + 4
 
 
@@ -111,7 +112,7 @@ def test_a_single_device_takes_what_many_had(tmp_path: Path) -> None:
     """Down to one device and to NumPy, and up again from plain NumPy arrays: the checkpoint does not know."""
     values = matrix(np.float32)
     with ckptstore.open(tmp_path / "run") as repository:
-        many = repository.save(1, to_state({"s": {"w": jax.device_put(values, place("8", ("x",)))}}))
+        many = repository.save(1, {"s": {"w": jax.device_put(values, place("8", ("x",)))}})
         one = repository.save(2, {"s": {"w": values}})
     wanted: dict[str, Any] = {
         "numpy": np.zeros_like(values),
@@ -135,7 +136,7 @@ def test_what_a_step_compiles_for_is_what_it_gets_again(tmp_path: Path) -> None:
     state = {"w": jax.device_put(matrix(np.float32) % 7, place("4x2", ("x", "y"))), "n": 0}
     state = step(step(state))  # the count is a weakly typed array from the first step on
     with ckptstore.open(tmp_path / "run") as repository:
-        checkpoint = repository.save(2, to_state({"state": state}))
+        checkpoint = repository.save(2, {"state": state})
     following = step(state)
     compiled = step._cache_size()
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
@@ -151,7 +152,7 @@ def test_a_background_save_of_shards(tmp_path: Path) -> None:
     values = matrix()
     array = jax.device_put(values, place("4x2", ("x", "y")))
     with ckptstore.open(tmp_path / "run") as repository:
-        handle = repository.save_async(1, to_state({"state": {"w": array}}))
+        handle = repository.save_async(1, {"state": {"w": array}})
         array = step(array)
         checkpoint = handle.result()
         found = restore(checkpoint, {"state": {"w": array}})["state"]["w"]

@@ -12,6 +12,7 @@ from tests.adapters.programs import Life, killed_twice, live, s3_environment
 
 pytest.importorskip("flax.linen", reason="needs flax: make test-adapters")
 pytest.importorskip("optax", reason="needs optax: make test-adapters")
+pytestmark = pytest.mark.usefixtures("entry_points")
 
 PROGRAM = "train_jax.py"
 STEPS, EVERY = 60, 5
