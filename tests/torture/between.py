@@ -9,7 +9,6 @@ is not whole, and it must catch up when somebody opens the tiers again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore import CkptStoreError, KeepLast, Repository, RepositoryNotFoundError, TieredRepository
 from ckptstore.lease import read_leases
@@ -29,12 +28,8 @@ CATCH_UP_SECONDS = 120.0
 
 
 def run(work: Work) -> None:
-    """Two lanes at a time."""
-    work.s3()  # here and not in a lane: the server dies with the thread that started it
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(lane, work, kind, max(1, round(share * work.size))) for kind, share in LANES.items()]
-    for job in jobs:
-        job.result()
+    """Both lanes."""
+    work.in_lanes(LANES, lane)
 
 
 def lane(work: Work, kind: str, kills: int) -> None:

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +31,8 @@ LINGER = {"folder": 0.002, "s3": 0.008}  # seconds within which a knife comes do
 
 
 def run(work: Work) -> None:
-    """Two lanes at a time: a machine with two cores is busy, and the victims do not starve."""
-    work.s3()  # here and not in a lane: the server dies with the thread that started it
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(lane, work, where, max(1, round(share * work.size))) for where, share in LANES.items()]
-    for job in jobs:
-        job.result()
+    """All lanes."""
+    work.in_lanes(LANES, lane)
 
 
 def lane(work: Work, where: str, kills: int) -> None:

@@ -35,12 +35,8 @@ Kind = tuple[int, int]  # of a launch: ranks, and items in an array of each; wha
 
 
 def run(work: Work) -> None:
-    """Both lanes at a time."""
-    work.s3()  # here and not in a lane: the server dies with the thread that started it
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(lane, work, kind, max(1, round(share * work.size))) for kind, share in LANES.items()]
-    for job in jobs:
-        job.result()
+    """Both lanes."""
+    work.in_lanes(LANES, lane)
 
 
 def lane(work: Work, kind: str, kills: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,6 +112,14 @@ class Work:
         self.count(**{kind: 1})
         with self._lock:
             self.tally.problems.append(f"{kind} at step {step} of {self.tally.campaign}, seed {self.seed}: {what}")
+
+    def in_lanes(self, shares: Mapping[str, float], lane: Callable[[Work, str, int], None]) -> None:
+        """Share the work out, two lanes at a time: a machine with two cores is busy, and the victims do not starve."""
+        self.s3()  # here and not in a lane: the server dies with the thread that started it
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(lane, self, name, max(1, round(part * self.size))) for name, part in shares.items()]
+        for job in jobs:
+            job.result()
 
     def done(self, steps: int = 1) -> None:
         """So many more steps are done."""
