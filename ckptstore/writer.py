@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 from ckptstore import garbage
 from ckptstore.arrays import ArraySpec
-from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer
+from ckptstore.chunks import DIGEST_FROM, ChunkPlan, Packer, joined
 from ckptstore.codecs import encode_into, room_for
 from ckptstore.files import FileSource
 from ckptstore.indexes import encode_index
@@ -242,14 +242,16 @@ class RecordWriter:
         """Stage 1, on a core: read the bytes once, into a frame, with their digest, unless the content is known."""
         begin = time.perf_counter()
         pieces = [sources[piece.array].read(piece.start, piece.stop) for piece in plan.pieces]
-        raw: Any = pieces[0]
+        raw, nbytes, room = pieces[0], plan.nbytes, None
         if len(pieces) > 1:
-            raw = b"".join(pieces)
+            room = self._rooms.take(nbytes)
+            raw = joined(pieces, room)
             layout.note_digests(plan, raw)
-        nbytes = plan.nbytes
         prepared = self._look_up(digest_of(raw), nbytes) if self._expects_reuse() else None
         if prepared is None:
             prepared = self._encode(raw, nbytes, plan.item_size)
+        if room is not None:
+            self._rooms.give(room)
         if prepared.frame is None:
             self._count(nbytes, reused=True)
         with self._lock:
@@ -340,18 +342,17 @@ class _Layout:
     def place(self, plan: ChunkPlan, job: Future[Any]) -> None:
         self._placed.append((plan, job))
 
-    def note_digests(self, plan: ChunkPlan, raw: bytes) -> None:
+    def note_digests(self, plan: ChunkPlan, raw: memoryview) -> None:
         """Digests of arrays that share this chunk, of the very bytes that are stored.
 
         Taken from the private copy: the live array may have changed since it was last looked at, and a digest of
         other bytes would make a later save refer to the wrong ones.
         """
         offset = 0
-        view = memoryview(raw)
         for piece in plan.pieces:
             length = piece.stop - piece.start
             if length >= self._digest_from and length == self.sources[piece.array].nbytes and len(plan.pieces) > 1:
-                self.digests[piece.array] = digest_of(view[offset : offset + length])
+                self.digests[piece.array] = digest_of(raw[offset : offset + length])
             offset += length
 
     def reuse(self, array: int, digest: str, places: tuple[Place, ...]) -> None:
