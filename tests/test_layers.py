@@ -133,6 +133,12 @@ def test_imports_go_down() -> None:
     assert problems(PACKAGE) == []
 
 
+def test_adapters_are_small() -> None:
+    """What an adapter needs and does not find belongs into the core."""
+    sizes = {path.name: len(path.read_text("utf-8").splitlines()) for path in (PACKAGE / "adapters").glob("*.py")}
+    assert {name: size for name, size in sizes.items() if size > 300} == {}
+
+
 def test_every_floor_is_checked() -> None:
     """The check sees the package: floors 0 to 3 are all populated, by files that import each other."""
     known = modules(PACKAGE)

@@ -98,13 +98,9 @@ class CkptStoreWriter(StorageWriter):  # type: ignore[misc]  # torch has no type
         if self._now.error is not None:
             raise self._now.error
         if self._now.epoch is None:
-            raise InvalidArgumentError(
-                "which epoch? CkptStoreWriter(repo, epoch), or dcp.save(.., checkpoint_id=epoch)"
-            )
+            raise InvalidArgumentError("which epoch? CkptStoreWriter(repo, epoch), or dcp.save(.., checkpoint_id=..)")
         if not kwargs.get("use_collectives", True):
-            raise InvalidArgumentError(
-                "use_collectives=False saves each rank alone, and that is no checkpoint: leave it"
-            )
+            raise InvalidArgumentError("use_collectives=False saves each rank alone, which is no checkpoint: leave it")
         self._now.rank = kwargs["rank"]
         self._now.part = self._now.alone = None  # what is left of a save before that has failed ends here
 

@@ -39,11 +39,8 @@ TorchCheckpointIO: Any = fabric.plugins.TorchCheckpointIO
 
 log = logging.getLogger("ckptstore")
 
-LATEST = "latest"
-"""As ``ckpt_path``: the newest intact checkpoint; where there is none at all, training begins at the beginning."""
-KEY = "lightning"
-"""What the metadata holds beside the metrics: ``{"epoch": .., "global_step": .., "paths": [..]}``."""
-
+LATEST = "latest"  # as ``ckpt_path``: the newest intact checkpoint; where there is none, it begins at the beginning
+KEY = "lightning"  # in the metadata, beside the metrics: ``{"epoch": .., "global_step": .., "paths": [..]}``
 _HANDED_OVER = ".temp.ckpt"  # by launchers that fork: a file, in which rank 0 gives the weights to its parent
 _ADVICE = (
     "Nothing was written. Leave out what is no data: `self.save_hyperparameters(ignore=[...])`; make the rest plain: "
