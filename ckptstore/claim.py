@@ -35,6 +35,8 @@ class Claim:
         self.adopted: tuple[str, ...] = ()
         self.partners: tuple[str, ...] = ()
         """Attempts of other ranks that this one commits."""
+        self.parts: tuple[str, ...] = ()
+        """Keys of their parts, where they lie on the store: a rank empties its own before it reports a failure."""
         self._joined: tuple[str, ...] = ()
         self.known = Known(self._look)
 
@@ -134,6 +136,13 @@ class Claim:
         """Prove that every object that the checkpoint needs is there. A listing for each attempt."""
         attempt = self._lease.lease.attempt
         own = {info.key: info.size for info in self._store.list(keys.attempt_prefix(attempt))}
+        for key in self.parts:
+            if not own.get(key):
+                raise TransactionError(
+                    f"another rank has given this save up, or another process cleaned up {key}. Save again",
+                    key=key,
+                    epoch=manifest.epoch,
+                )
         needed = {entry.key: entry.stored_length for entry in manifest.records}
         others = []
         for chunk in chunks:

@@ -13,6 +13,8 @@ from ckptstore.meeting import Signs, Waiting, check_part
 from ckptstore.parts import MAX_PART, Part, decode_part
 from ckptstore.pipeline import side_by_side
 
+_GIVEN_UP = "was not ready when others gave up waiting"
+
 
 class Gathering(Waiting):
     """The coordinator, from when it has written all of its own to when it has the parts of all ranks."""
@@ -23,6 +25,7 @@ class Gathering(Waiting):
         self._parts: dict[int, Part] = {}
         self._seen: dict[str, Sighting] = {}
         self._signs: dict[str, Signs] = {}
+        self._given_up: set[int] = set()  # ranks that were ready, and wait no more
 
     def gather(self) -> list[Part]:
         """The parts of all other ranks.
@@ -35,13 +38,13 @@ class Gathering(Waiting):
         self._store.put(keys.part_key(self._attempt, 0), b"", if_absent=True)
         while True:
             self._take_parts()
-            missing = [rank for rank in range(1, self._rank.world_size) if rank not in self._parts]
+            missing = sorted({*range(1, self._rank.world_size)} - self._parts.keys() - self._given_up)
             alive, failed = self._look_at(set(missing)) if missing else ({}, {})
             if failed:
                 raise self.failed(failed)
-            if is_condemned(self._store, self._attempt):
+            if self._given_up or is_condemned(self._store, self._attempt):
                 late = self._late(missing, alive, "when others gave up waiting")
-                raise self.failed(late or {0: "was not ready when others gave up waiting"}, of_the_store=True)
+                raise self.failed(late or {0: _GIVEN_UP}, of_the_store=True)
             if not missing:
                 return [self._parts[rank] for rank in sorted(self._parts)]
             if self._is_over:
@@ -51,8 +54,10 @@ class Gathering(Waiting):
 
     def _take_parts(self) -> None:
         infos = list(self._store.list(keys.parts_prefix(self._attempt)))
-        there = {parsed[1]: info.key for info in infos if (parsed := keys.parse_part_key(info.key)) is not None}
-        new = [(rank, key) for rank, key in sorted(there.items()) if rank not in self._parts and rank != 0]
+        there = {parsed[1]: info for info in infos if (parsed := keys.parse_part_key(info.key)) is not None}
+        full = {rank: info.key for rank, info in sorted(there.items()) if rank != 0 and info.size}
+        self._given_up = (there.keys() | self._parts.keys()) - full.keys() - {0}
+        new = [(rank, key) for rank, key in full.items() if rank not in self._parts]
         parts = side_by_side(self._store.traits.concurrency, self._read_part, new)
         failed = [part for part in parts if part.error]
         for part in parts:
@@ -69,9 +74,12 @@ class Gathering(Waiting):
     def _read_part(self, item: tuple[int, str]) -> Part:
         rank, key = item
         try:
-            part = decode_part(self._store.get(key, 0, MAX_PART + 1), key)
+            data = self._store.get(key, 0, MAX_PART + 1)
         except ObjectNotFoundError as error:  # it was listed just now: a sweeper has taken this attempt for dead
             raise self._lease.gone() from error
+        if not data:
+            raise self.failed({0: _GIVEN_UP}, of_the_store=True)
+        part = decode_part(data, key)
         check_part(part, self._epoch, self._rank, key)
         if part.rank != rank:
             raise CorruptionError(f"{key} is damaged: it is the part of rank {part.rank}", key=key)

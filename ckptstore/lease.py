@@ -153,7 +153,10 @@ class HeldLease:
         """Put the lease, naming what the attempt may refer to. Returns the store's time."""
         with self._lock:
             self.lease = msgspec.structs.replace(self.lease, base=base, uses=uses)
-            return self._put()
+            before = self.renewed
+            if self._put() - before > LAPSE and before:
+                self.lapsed = True
+            return self.renewed
 
     def start(self) -> None:
         """Start the heartbeat."""

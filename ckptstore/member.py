@@ -139,28 +139,32 @@ class Member(Waiting):
             OutcomeUnknownError: the coordinator is silent, and may have committed.
         """
         signs = Signs()
+        last: Lease | None = None
         while True:
             lease = self._read_lease(coordinator)
             if lease is None or lease.state == "abandoned":
                 self._hear(coordinator)
-                return self._end_of(coordinator, lease)
-            death = signs.death(lease)
+                return self._end_of(coordinator, lease, last)
+            last, death = lease, signs.death(lease)
             committing = self._lease.lease.attempt in lease.uses
             if death is not None or clock() >= self._end + (self._timeout if committing else 0.0):
                 self._hear(coordinator)
                 return self._judge(coordinator, lease, death)
-            self._wait()
+            try:
+                self._wait()
+            except TransactionError as error:  # told to end: but the others go on, with the part that they have
+                raise outcome_unknown(self._epoch, "the process of this rank was told to end") from error
 
-    def _end_of(self, coordinator: str, lease: Lease | None) -> Manifest:
-        """Its lease is gone, or given up: the outcome was put before, unless it could not be."""
+    def _end_of(self, coordinator: str, lease: Lease | None, last: Lease | None) -> Manifest:
+        """Its lease is gone, or given up: the outcome was put before, unless it could not be.
+
+        Or it works still: a gc has taken it for dead, or a signal has come while it was about to commit.
+        """
         outcome = self._read_outcome(coordinator)
         if outcome is not None:
             return self._manifest_of(outcome)
-        manifest = self._committed(coordinator)
-        if manifest is not None:
-            return manifest
         why = lease.reason if lease is not None else "was cleaned up by another process"
-        raise self.failed({0: why or "has given the save up"})
+        return self._judge(coordinator, lease or last, why or "has given the save up", ended=True)
 
     def _manifest_of(self, outcome: Outcome) -> Manifest:
         manifest = None
@@ -174,18 +178,27 @@ class Member(Waiting):
             f"epoch {self._epoch} was committed, and deleted or replaced by another process since", epoch=self._epoch
         )
 
-    def _judge(self, coordinator: str, lease: Lease, death: str | None) -> Manifest:
+    def _judge(self, coordinator: str, lease: Lease | None, death: str | None, *, ended: bool = False) -> Manifest:
         """The coordinator is dead, or too slow: find out whether it has committed, and see that it will not any more.
 
-        The flag does that: a coordinator looks at it after it has put its manifest, and withdraws that. What a dead one
-        has put stays, and what it sent last may still land: hence a while of looking.
+        Its part, emptied, does that: a coordinator looks at all of them after it has put its manifest, and withdraws
+        that. No gc can undo it, as it may remove the flag, and no heartbeat, as it may put a lease again that a gc has
+        removed. (The flag only stops a slow coordinator earlier.) What a dead one has put stays, and what it sent last
+        may still land: hence a while of looking. A manifest that is there may be withdrawn yet, for what another rank
+        or a gc has done: hence the same while for a coordinator that may live to tell.
+
+        Args:
+            ended: its lease says so, or is gone.
         """
-        manifest = self._committed(coordinator)
-        if manifest is not None and not is_condemned(self._store, coordinator):
-            return manifest
-        ranks = {0: death} if death is not None else self._not_ready(coordinator)
-        condemn(self._store, coordinator)
-        gone, may_land = process_is_gone(lease), self._lease.lease.attempt in lease.uses
+        never = self._committed(coordinator) is None
+        ranks = {0: death or ""}
+        if never:
+            ranks = ranks if death is not None else self._not_ready(coordinator)
+            if lease is None or lease.state != "abandoned":  # that one may be adopted by the next save
+                condemn(self._store, coordinator)
+            self._store.put(keys.part_key(coordinator, self._rank.rank), b"")
+        gone = lease is not None and process_is_gone(lease)
+        may_land = lease is not None and (ended or self._lease.lease.attempt in lease.uses)
         end = clock() + SETTLE
         while True:
             outcome = self._read_outcome(coordinator)
@@ -194,9 +207,11 @@ class Member(Waiting):
             manifest = self._committed(coordinator)
             if manifest is not None and gone:
                 return manifest
-            if manifest is None and not (gone and may_land and clock() < end):
+            if manifest is None and never and not (gone and may_land and clock() < end):
                 raise self.failed(ranks, of_the_store=death is None)
             if clock() >= end:
+                if manifest is not None and not never and not is_condemned(self._store, coordinator):
+                    return manifest
                 raise outcome_unknown(self._epoch, "rank 0 does not say whether it has committed")
             current().sleep(min(0.2, SETTLE))
 

@@ -15,8 +15,8 @@ its part is there: its lease does not go away by itself before rank 0 has named 
 is the case above. After the commit the manifest reaches everything.
 
 Why no rank is of two minds. The commit is the manifest of rank 0's attempt, and nothing else; who is in doubt looks for
-it. A rank that gives up waiting condemns the attempt of rank 0 first, and looks for the manifest *then*; rank 0 puts
-the manifest, *then* looks at its flag and withdraws. So none reports a failure for what comes to exist later.
+it. A rank that gives up waiting empties its part, *then* looks for the manifest; rank 0 puts that, *then* looks whether
+all parts are as they were, and withdraws. So none reports a failure for what comes to exist later.
 
 Why launches never mix. Parts lie under the attempt of one coordinator, are created once, and name group, epoch, world
 size and rank; a rank joins a coordinator of its own group only, and one only.
@@ -183,7 +183,8 @@ class CoordinatorTransaction(OfRanks, PartsTransaction):
         self.settle()
         with self.tally.timed("wait"):
             parts = Gathering(self._catalog, self._lease, self._plan.timeout, self._check_going).gather()
-        self.join((part, keys.part_key(self._attempt, part.rank)) for part in parts)
+        self._claim.parts = tuple(keys.part_key(self._attempt, part.rank) for part in parts)
+        self.join(zip(parts, self._claim.parts, strict=True))
         Transaction._check_content(self)
         return super()._all_entries()
 
@@ -238,8 +239,7 @@ class RankTransaction(OfRanks):
         self._member: Member | None = None
         self._part = b""
         self._told = False
-        self._polls = True
-        """Whether the others hear of it through the store."""
+        self._polls = True  # whether the others hear of it through the store
         super().__init__(catalog, plan, commits, on_commit, meter)
 
     def _all_entries(self) -> list[RecordEntry]:

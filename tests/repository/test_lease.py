@@ -579,3 +579,15 @@ def test_lease_of_another_attempt_is_damage(store: MemoryStore) -> None:
     data = encode_signed(held.lease)
     with pytest.raises(CorruptionError):
         decode_lease(data, keys.lease_key("0" * 32))
+
+
+def test_a_lease_that_is_put_with_more_to_name_tells_of_a_lapse(store: MemoryStore, clock: Clock) -> None:
+    """As a renewal does: what a sweeper may have done in between is looked for before the commit."""
+    lease = HeldLease(store, keys.new_attempt(), 3)
+    lease.claim(None, ())
+    clock.go(LAPSE)
+    lease.claim(None, (keys.new_attempt(),))
+    assert not lease.lapsed
+    clock.go(LAPSE + 1)
+    lease.claim(None, ())
+    assert lease.lapsed
