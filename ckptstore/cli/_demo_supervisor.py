@@ -18,6 +18,7 @@ import ckptstore
 from ckptstore.cli._demo_model import Shape
 
 _SILENCE = 300.0  # seconds without a word from the trainer until it is taken for hung
+_TRIES = 20  # kills for one save; each tries an earlier moment than the last one that came too late
 # One thread for every BLAS there is: the order of additions, and so the last bit, must not depend on load.
 _PINNED = ("OPENBLAS", "OMP", "MKL", "BLIS", "NUMEXPR")
 
@@ -54,6 +55,7 @@ class Log:
     saves: dict[int, Event] = field(default_factory=dict)
     kills: list[Kill] = field(default_factory=list)
     too_late: int = 0
+    missed: int = 0  # of the kills that are too late, those in a row
     seconds: float = 0.0
 
 
@@ -152,33 +154,25 @@ class Supervisor:
         log = Log()
         rng = rng or random.Random()
         begun = time.perf_counter()
-        epochs = self._shape.epochs
-        # The last epoch is held back, as a spare for a kill that comes too late.
-        plan = set(rng.sample(range(2, epochs if kills < epochs - 1 else epochs + 1), kills))
-        while True:
-            target = min((epoch for epoch in plan if epoch not in log.saves), default=None)
-            if self._session(log, target, rng):
-                break
-            assert target is not None
-            plan.discard(target)
-            if len(log.kills) + len(plan) < kills:
-                plan.update([epoch for epoch in range(target + 1, epochs + 1) if epoch not in plan][:1])
+        for target in sorted(rng.sample(range(2, self._shape.epochs + 1), kills)):
+            while not log.kills or log.kills[-1].epoch != target:
+                self._session(log, target, rng)
+        self._session(log, None, rng)
         log.seconds = time.perf_counter() - begun
-        if len(log.kills) < kills:
-            raise DemoFailedError(f"only {len(log.kills)} of {kills} kills hit a save: run the demo again")
         return log
 
-    def _session(self, log: Log, target: int | None, rng: random.Random) -> bool:
-        """One trainer process, killed in the save of epoch ``target``. Whether it got to the end."""
+    def _session(self, log: Log, target: int | None, rng: random.Random) -> None:
+        """One trainer process, killed in the save of epoch ``target``, or left to get to the end."""
         child = Child({"url": self.url, "open": self._options, "shape": asdict(self._shape)})
         try:
             for event in self._events(child):
                 self._take(log, event)
                 if event["event"] == "save" and event["epoch"] == target:
                     self._kill(child, log, event["epoch"], rng)
-                    return False
+                    return
             child.finish()
-            return True
+            if target is not None:
+                raise DemoFailedError(f"the trainer ended before the save of epoch {target}")
         finally:
             child.stop()
 
@@ -194,15 +188,20 @@ class Supervisor:
     def _kill(self, child: Child, log: Log, epoch: int, rng: random.Random) -> None:
         """Kill it at a random moment of the save that it has just begun: some share of the bytes and a bit later."""
         begun = time.monotonic()
-        share, later = rng.random(), rng.uniform(0.0, 0.02)
+        sooner = 0.5**log.missed
+        share, later = rng.random() * sooner, rng.uniform(0.0, 0.02) * sooner
         done = self._wait(child, share, later)
         after = time.monotonic() - begun
         done = max([done, *map(_share, child.kill())])
         with self.open() as repo:
             if epoch in repo.epochs():  # the commit was faster: no kill in the middle of a save
                 log.too_late += 1
-                log.saves.setdefault(epoch, {})
+                log.missed += 1
+                if log.missed == _TRIES:
+                    raise DemoFailedError(f"{_TRIES} kills came after the commit of epoch {epoch}: saves are too quick")
+                repo.delete(epoch)  # to be trained and saved once more
                 return
+            log.missed = 0
             kill = Kill(epoch, after, done)
             log.kills.append(kill)
             self._inspect(repo, kill)

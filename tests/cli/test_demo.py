@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ckptstore
 from ckptstore.cli import _demo_checks as checks
 from ckptstore.cli import _demo_model as model
-from ckptstore.cli._demo_supervisor import DemoFailedError
+from ckptstore.cli._demo_supervisor import DemoFailedError, Supervisor
 from tests.cli.conftest import Run
 
 SMALL = ("--epochs", 4, "--steps", 1, "--hidden", 256, "--kills", 1)
@@ -32,6 +33,27 @@ def test_the_demo_holds_and_cleans_up(run: Run, tmp_path: Path) -> None:
     assert report["flipped"]["stepped_back_to"] == 3
     assert report["pruned"]["kept"] == [3, 4]
     assert not (tmp_path / "here").exists()
+
+
+class Late(random.Random):
+    """Lets half a second pass after the share of a save that it chose."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return 0.5
+
+
+@pytest.mark.kill
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_kills_that_come_too_late_are_tried_again(tmp_path: Path, epochs: int) -> None:
+    """However often a save is quicker than its kill: it is had again until one hits, and the run ends the same."""
+    shape = model.Shape(seed=1, epochs=epochs, steps=1, batch=64, hidden=64)
+    options = {"storage_options": None, "unsafe_single_writer": False}
+    calm = Supervisor(f"{tmp_path}/calm", options, shape, lambda _: None).run()
+    log = Supervisor(f"{tmp_path}/killed", options, shape, lambda _: None).run(kills=epochs - 1, rng=Late())
+    assert log.too_late >= epochs - 1
+    assert [kill.epoch for kill in log.kills] == list(range(2, epochs + 1))
+    assert log.fingerprints == calm.fingerprints
 
 
 @pytest.mark.slow
