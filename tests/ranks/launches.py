@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Nursery:
     url: str
     options: dict[str, Any] | None
     launches: int = 0
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # of its launches: no other nursery's are called so
     said: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -40,7 +42,7 @@ class Nursery:
         """Run a job to its end; all that its ranks have said."""
         self.launches += 1
         facts = {"url": self.url, "options": self.options, "ranks": RANKS, "items": ITEMS, "timeout": 60.0}
-        job = {**facts, "group": f"launch {self.launches}", **job}
+        job = {**facts, "group": f"launch {self.launches} of {self.name}", **job}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(job) + "\n")

@@ -7,14 +7,16 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Count
+from tests.ranks.helpers import whole
 from tests.ranks.launches import RANKS, Nursery, nursery, outcomes
-from tests.repository.helpers import assert_no_debris, open_repo
+from tests.repository.helpers import assert_no_debris, assert_same, open_repo
 
 KILLS = int(os.environ.get("CKPTSTORE_RANK_KILLS", "6"))
 SEED = int(os.environ.get("CKPTSTORE_KILL_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
@@ -94,3 +96,17 @@ def test_one_that_never_comes(place: Nursery) -> None:
     place.launch(first=1, last=1)
     assert place.epochs() == [1]
     place.check()
+
+
+def test_two_launches_of_one_size_at_once(place: Nursery) -> None:
+    """One of them saves the epoch; all ranks of the other hear that it exists, and nothing else."""
+    with nursery(place.url, place.options) as second, ThreadPoolExecutor(1) as pool:
+        for epoch in range(1, 6):
+            rival = pool.submit(second.launch, ranks=2, items=3000, first=epoch, last=epoch)
+            said = [outcomes(place.launch(ranks=2, items=2000, first=epoch, last=epoch), epoch)]
+            said.append(outcomes(rival.result(), epoch))
+            words = sorted(tuple(line.get("error", line["event"]) for line in one.values()) for one in said)
+            assert words == [("EpochExistsError",) * 2, ("saved",) * 2]
+            won = {line["event"] for line in said[0].values()} == {"saved"}
+            state = open_repo(place.store).checkpoint(epoch).load()
+            assert_same(state, whole(epoch, 2, items=2000 if won else 3000))
