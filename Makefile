@@ -34,8 +34,8 @@ test: $(VENV)/.test ## run all tests, against servers that they start themselves
 
 frameworks: $(VENV)/.adapters ## install the frameworks that the adapters are for: from then on `make test` tests them too
 
-test-adapters: $(VENV)/.test $(VENV)/.adapters ## run the tests of the adapters alone, with their frameworks (PYTEST_ARGS=...)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/adapters
+test-adapters: $(VENV)/.test $(VENV)/.adapters ## run what is about trainers and many ranks, and the docs, with the frameworks (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests/adapters tests/ranks tests/torch tests/test_docs.py tests/test_site.py
 
 lint: $(VENV)/.test ## check style, format and types
 	$(BIN)/ruff check .
